@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import NormOptions
-from megatron.parallel.layers.collectives import sum_gradient, sum_over
+from megatron.parallel.layers.collectives import all_reduce, sum_gradient, sum_over
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ONES, ZEROS
 from megatron.parallel.layout.mesh import ALONE
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.shard import Role, Shard
+from megatron.parallel.messages.account import here, saved_of
 
 
 def norm_parameters(options: NormOptions, size: int) -> int:
@@ -64,33 +67,44 @@ class Norm(nn.Module):
         if self.axis is not None:
             weight = None if weight is None else sum_gradient(weight, self.axis)
             bias = None if bias is None else sum_gradient(bias, self.axis)
+        if self.unit_offset and weight is not None:  # not rounded to 16 bits, which has fewer values near 1 than near 0
+            weight = 1.0 + at_least_fp32(weight)
         if self.columns.size > 1:
-            return self._over_columns(at_least_fp32(x), weight, bias).to(self.dtype)
-        if x.dtype != self.dtype:  # an fp32 stream: the layers compute in their own type
-            weight, bias = (None if each is None else each.to(x.dtype) for each in (weight, bias))
-        if self.unit_offset and weight is not None:
-            return self._offset(x, weight, bias)
+            return _OverColumns.apply(x, weight, bias, self)
+        wide = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+        x, (weight, bias) = x.to(wide), (None if each is None else each.to(wide) for each in (weight, bias))
         if self.rms:
             return F.rms_norm(x, (self.size,), weight, self.epsilon).to(self.dtype)
         return F.layer_norm(x, (self.size,), weight, bias, self.epsilon).to(self.dtype)
 
-    def _over_columns(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """With the statistics of all channels: one sum over the columns, and two where the mean is subtracted."""
-        if not self.rms:
-            x = x - sum_over(x.sum(-1, keepdim=True), self.columns) / self.size
-        squares = sum_over(x.square().sum(-1, keepdim=True), self.columns)
-        x = x * torch.rsqrt(squares / self.size + self.epsilon)
-        if weight is not None:
-            x = x * (at_least_fp32(weight) + (1.0 if self.unit_offset else 0.0))
-        return x if bias is None else x + at_least_fp32(bias)
 
-    def _offset(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """With 1 + weight, which is not rounded to 16 bits: near 1 they have far fewer values than near 0."""
-        wide, one = at_least_fp32(x), 1.0 + at_least_fp32(weight)
-        if self.rms:
-            return F.rms_norm(wide, (self.size,), one, self.epsilon).to(self.dtype)
-        bias = None if bias is None else bias.to(wide.dtype)
-        return F.layer_norm(wide, (self.size,), one, bias, self.epsilon).to(self.dtype)
+class _OverColumns(torch.autograd.Function):
+    """`Norm` with the statistics of all channels: one sum over the columns, and two where the mean is subtracted. It
+    keeps what torch's kernels keep: the input in its own type, and a number or two per vector."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm) -> Tensor:
+        y, mean, ctx.norm, ctx.layer = at_least_fp32(x), None, norm, here()
+        if not norm.rms:
+            mean = all_reduce(y.sum(-1, keepdim=True), norm.columns) / norm.size
+            y = y - mean
+        squares = all_reduce(y.square().sum(-1, keepdim=True), norm.columns)
+        scale = torch.rsqrt(squares / norm.size + norm.epsilon)
+        ctx.save_for_backward(x, mean, scale, weight, bias)
+        y = y * scale if weight is None else y * scale * weight
+        return (y if bias is None else y + bias).to(norm.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, of_y: Tensor) -> tuple[Tensor | None, ...]:
+        (x, mean, scale, weight, bias), norm, ones = saved_of(ctx), ctx.norm, tuple(range(of_y.ndim - 1))
+        of_y, normed = of_y.to(scale.dtype), (x if mean is None else x - mean) * scale
+        of_weight = None if weight is None else (of_y * normed).sum(ones).to(weight.dtype)
+        of_bias = None if bias is None else of_y.sum(ones).to(bias.dtype)
+        of_x = of_y if weight is None else of_y * weight
+        along = all_reduce((of_x * normed).sum(-1, keepdim=True), norm.columns) / norm.size
+        if mean is not None:
+            of_x = of_x - all_reduce(of_x.sum(-1, keepdim=True), norm.columns) / norm.size
+        return ((of_x - normed * along) * scale).to(x.dtype), of_weight, of_bias, None
 
 
 class WideRMSNorm(nn.Module):

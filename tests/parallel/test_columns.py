@@ -74,6 +74,19 @@ MIXERS: dict[str, Any] = {
     "data": {"reset_attention_at_eod": True},
 }
 
+RWKV: dict[str, Any] = {
+    **LLAMA,
+    "model": {
+        **LLAMA["model"],
+        "layers": "rwkv4/rwkv4_ffn rwkv5/rwkv5_ffn rwkv6/rwkv6_ffn",
+        "rwkv4": {"init": "model", "chunk": 5},
+        "rwkv5": {"init": "model", "head_dim": 4, "chunk": 5},
+        "rwkv6": {"init": "model", "head_dim": 4, "chunk": 5, "mix_rank": 2, "decay_rank": 3},
+        **{f"rwkv{number}_ffn": {"init": "model", "hidden_size": 24} for number in (4, 5, 6)},
+    },
+    "data": {"reset_attention_at_eod": True},
+}
+
 MOE: dict[str, Any] = {
     **LLAMA,
     "model": {
@@ -108,8 +121,9 @@ def test_losses_and_gradients_are_those_of_one_process():
     check_layouts(LLAMA, [grid(2, 2), grid(1, 2, 2), grid(1, 4), {**grid(1, 2, pipeline=2), "zero": {"stage": 1}}])
 
 
-def test_recurrences_are_those_of_one_process():
-    check_layouts(MIXERS, [grid(2, 2), {**grid(1, 4), "zero": {"stage": 1}}, grid(1, 2, pipeline=2)])
+@pytest.mark.parametrize("values", [MIXERS, RWKV], ids=["mixers", "rwkv"])
+def test_recurrences_are_those_of_one_process(values: dict[str, Any]):
+    check_layouts(values, [grid(2, 2), {**grid(1, 4), "zero": {"stage": 1}}, grid(1, 2, pipeline=2)])
 
 
 def test_kinds_with_columns_are_those_of_the_page():
@@ -136,14 +150,14 @@ def decoded_on_a_rank(values: dict[str, Any], layout: Layout) -> float:
     return relative(torch.cat(found, 1), wanted)
 
 
-@pytest.mark.parametrize("values", [MIXERS, MOE], ids=["mixers", "moe"])
+@pytest.mark.parametrize("values", [MIXERS, RWKV, MOE], ids=["mixers", "rwkv", "moe"])
 def test_decoding_on_a_grid(values: dict[str, Any]):
     """States and compressed vectors of earlier tokens, and matrices whose inputs columns share."""
     one_document = {name: section for name, section in values.items() if name != "data"}
     assert max(run(4, decoded_on_a_rank, one_document, Layout(tensor=4, columns=2))) < EXACT
 
 
-@pytest.mark.parametrize("values", [MIXERS, MOE], ids=["mixers", "moe"])
+@pytest.mark.parametrize("values", [MIXERS, RWKV, MOE], ids=["mixers", "rwkv", "moe"])
 def test_initial_values_do_not_depend_on_the_grid(values: dict[str, Any]):
     """Every rank's part of every tensor, runs of rows and of experts too, bit for bit."""
     config = resolve(values)
@@ -266,6 +280,8 @@ def test_a_cut_in_two_directions_covers_the_tensor(shape: tuple[int, ...], cut: 
                     assert (mine[first + begin : first + begin + each.columns] == there).all()
                     seen[there] += 1
     assert (seen == 1).all()
+    assert (part_of(values, tensor, 0, 1) == values.reshape(-1)).all()  # what an optimizer's owner of the whole has
+    assert sum(each.rows * each.columns for each in rectangles(FragmentSpec.whole(tensor, "row"))) == size
     assert tensor_from_dict(json.loads(json.dumps(tensor_to_dict(tensor)))) == tensor
     for wrong in ({"columns": 4}, {"across": len(shape)}, {"across": None}, {"columns": 0}):
         values_of = tensor_to_dict(tensor)

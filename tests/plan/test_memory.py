@@ -80,6 +80,18 @@ def test_sums_that_tensor_parallel_ranks_begin(sequence):
     assert kept(longer, 4) - kept(values, 4) == pytest.approx(planned, rel=0.05)
 
 
+@pytest.mark.parametrize("columns", [{"columns": 2}, {"tensor": 2, "columns": 2}])
+def test_norms_over_columns_keep_their_inputs_only(columns):
+    """In their own type of 16 bits. The result is the input of a matrix, which the others share too."""
+    ranks = 2 * columns.get("tensor", 1)
+    values = merged(DENSE, {"parallel": columns, "model": {"norm": {"type": "rmsnorm"}}})
+    longer = merged(values, {"model": {"layers": "(attention/mlp) x6"}})
+    config = resolve(values, ranks=ranks)
+    tokens = config.training.sequence_length * config.training.micro_batch_size
+    planned = 2 * tokens * Shapes(config, ranks).layer(1, choice_of(config)).saved["none"]
+    assert kept(longer, ranks) - kept(values, ranks) == pytest.approx(planned, rel=0.03)
+
+
 def test_what_compressed_gradients_leave_out():
     values = merged(DENSE, {"parallel": {"communication": {"compress": {"data": "int8_block"}}}})
     passing = "buckets", "gradients"  # of which the sums are equal, and all else is gone between steps

@@ -146,6 +146,8 @@ PAIRS = [
     ("moe", merged(MUON, MOE), "tp2 col2", "col2 dp2 ep2 ZeRO 1", 1e-5),
     ("moe", merged(ADAMW, MOE), "col2 dp2 ep2 ZeRO 1", "tp2 pp2", 1e-5),
     ("deepseek", merged(ADAMW, MLA), "dp4 ep2 ZeRO 1", "tp2 col2", 1e-5),
+    ("moe", merged(SOAP, MOE), "tp2 col2", "dp4 ep2 ZeRO 1", 1e-5),
+    ("moe", merged(MINI, MOE), "dp4 ep2 ZeRO 1", "col2 dp2 ep2 ZeRO 1", 1e-5),
     ("moe", merged(ADAMW, MOE), "depth4 ep4", "tp2 pp2", 1e-5),
     ("moe", merged(MUON, MOE), "tp2 depth2 ZeRO 0", "dp4 ep2 ZeRO 1", 1e-5),
     *[("moe", merged(ADAMW, MOE), "cp2 ep2 by ring", to, 1e-5) for to in ("dp4 ep4 ZeRO 2", "cp2 ZeRO 1")],

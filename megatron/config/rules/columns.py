@@ -27,6 +27,9 @@ OTHERS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
 )
 
 
+ABLE = ("spikes", "noise_scale", "hashes", "audit")  # features that do not care how matrices are cut
+
+
 def columns_cut_the_stream(context: RuleContext) -> Iterator[Problem]:
     config, columns = context.config, context.config.parallel.columns
     if columns == 1:
@@ -50,6 +53,6 @@ def columns_cut_the_stream(context: RuleContext) -> Iterator[Problem]:
     if any(context.kinds[use.kind].clips_logits(use.options) for use in context.used):
         rule = "must be 1 where attention's logits are clipped, by rows of whole matrices"
         yield context.problem(f"{COLUMNS} model.layers", rule=rule, fix=f"use {COLUMNS}=1, or no qk_clip")
-    if features := ", ".join(name for name in wanted_features(config) if name not in ("spikes", "noise_scale")):
+    if features := ", ".join(name for name in wanted_features(config) if name not in ABLE):
         rule = f"must be 1 with {features}, which read whole matrices"
         yield context.problem(COLUMNS, rule=rule, fix=f"use {COLUMNS}=1, or switch them off")

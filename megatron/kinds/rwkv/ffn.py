@@ -15,13 +15,13 @@ from megatron.kinds.common.recurrence.sequence_scan import document_begins, toke
 from megatron.kinds.rwkv.options import RWKV4FFNOptions, RWKV5FFNOptions
 from megatron.kinds.rwkv.parts import ShiftState, Start, blended, mixed
 from megatron.model.costs.exchanges import Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis, column_events, row_events
+from megatron.model.costs.traffic import Across, Enter, Event, Shared, TensorAxis, column_events, row_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
-from megatron.parallel.layers.collectives import enter, sum_gradient
+from megatron.parallel.layers.collectives import enter, gather_channels, sum_gradient
 from megatron.parallel.layers.linear import ColumnLinear, RowLinear
-from megatron.parallel.layers.parameters import ParameterFactory, logical_of
+from megatron.parallel.layers.parameters import ParameterFactory, logical_of, shard_index
 from megatron.parallel.layout.initial import Init
 from megatron.parallel.layout.shard import Role
 
@@ -52,8 +52,7 @@ class ChannelMix(nn.Module):
         self.value = RowLinear(make.scope("value"), width, H, init=start.writes(width, H))
         self.receptance = None
         if self.gated:
-            # Cut by inputs, so that its sums over the ranks have the stream's own form. Columns would have to cut the
-            # inputs a second time, so these kinds do not go with them.
+            # Cut by inputs, so that its sums over the ranks have the stream's own form. Columns gather their channels.
             self.receptance = RowLinear(make.scope("receptance"), H, H, init=start.writes(H, H), role=Role.HIDDEN)
 
     def forward(self, x: Tensor, stream: Stream, state: ShiftState | None = None) -> Tensor:
@@ -66,8 +65,9 @@ class ChannelMix(nn.Module):
         y = self.value(F.relu(self.key(parts[0])).square())
         if self.receptance is None:
             return y
-        (own,) = logical_of(self.receptance.weight).spans(self.mesh.tensor.rank, self.mesh.tensor.size)[1]
-        return torch.sigmoid(self.receptance(parts[1].narrow(-1, own.start, own.length))) * y
+        (own,) = logical_of(self.receptance.weight).spans(*shard_index(self.receptance.weight))[1]
+        whole = gather_channels(parts[1], self.mesh.columns)
+        return torch.sigmoid(self.receptance(whole.narrow(-1, own.start, own.length))) * y
 
     @classmethod
     def mixes(cls, start: Start) -> Init:
@@ -78,7 +78,10 @@ class ChannelMix(nn.Module):
         H = model.hidden_size
         products = column_events(tensor, options.hidden_size // tensor.ranks)
         own = [*products, *row_events(H, False, tensor, options.hidden_size)]
-        return [Enter(H), Shared((2 if cls.gated else 1) * H // tensor.columns), *own, *[Leave(H)] * cls.gated]
+        if cls.gated:
+            gathered = [Across(H, backward=False, operation="all_gather")] if tensor.columns > 1 else []
+            own += [*gathered, *row_events(H, False, tensor, H)]
+        return [Enter(H), Shared((2 if cls.gated else 1) * H // tensor.columns), *own]
 
     @classmethod
     def needs_output(cls, model: ModelSection, options: Options) -> bool:

@@ -145,6 +145,7 @@ def _mixer(options: type[RWKVOptions], layer: str, source: str, *linears: str, *
         layer=f"{HERE}.{layer}",
         linears=lambda options: linears,
         keeps_fp32=True,
+        columns=True,
         context="scans",
         **facts,
     )
@@ -166,7 +167,6 @@ RWKV7 = _mixer(
     "rwkv7:RWKV7",
     "Peng et al. 2025",
     *("receptance", "value", "key", "output"),
-    columns=True,
     packages={"fla": "pip install flash-linear-attention"},
     stack_rules=(first_values_are_whole_blocks,),
 )
@@ -179,7 +179,7 @@ def _ffn(number: int, options: type[RWKVOptions]) -> LayerKind:
         about=f"Options of the rwkv{number}_ffn feed-forward.",
         layer=f"{HERE}.ffn:RWKV{number}ChannelMix",
         rules=(divides_over_tensor_ranks("hidden_size", "channels"),),
-        columns=number == 7,
+        columns=True,
         linears=lambda options: ("key", "value") if number == 7 else ("key", "value", "receptance"),
         exchange=EXCHANGE if number > 4 else "",
         context="scans",

@@ -27,7 +27,7 @@ from megatron.kinds.common.recurrence.sequence_scan import carried, document_beg
 from megatron.kinds.rwkv.options import RWKV4Options
 from megatron.kinds.rwkv.parts import ShiftState, Start, mixed
 from megatron.model.costs.exchanges import Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis
+from megatron.model.costs.traffic import Enter, Event, Shared, TensorAxis, column_events, row_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
@@ -188,10 +188,8 @@ class RWKV4(nn.Module):
         super().__init__()
         self.mesh, self.context, self.options, H = make.mesh, make.context, options, model.hidden_size
         start = Start(options.init, init, H)
-        powers = [start.rest * each for each in (1.0, 1.0, 0.5)]
-        self.mix = make.parameter(
-            "mix", (3, H), role=Role.STATE, init=start.shares(*powers, lift=0.3 * start.ratio, lifted=1)
-        )
+        shares = start.shares(start.rest, start.rest, 0.5 * start.rest, lift=0.3 * start.ratio, lifted=1)
+        self.mix = make.parameter("mix", (3, H), role=Role.STATE, init=shares, stream=1)
 
         def vector(name: str, init: Init, role: Role = Role.STATE) -> nn.Parameter:
             return make.parameter(name, (H,), role=role, init=init, shard=Shard(0), keep_fp32=True)
@@ -228,7 +226,8 @@ class RWKV4(nn.Module):
     @staticmethod
     def sends(model: ModelSection, options: RWKV4Options, tensor: TensorAxis) -> list[Event]:
         H = model.hidden_size
-        return [Enter(H), Shared(3 * H), Leave(H)]
+        products = column_events(tensor, *[H // tensor.ranks] * 3)
+        return [Enter(H), Shared(3 * H // tensor.columns), *products, *row_events(H, False, tensor, H)]
 
     @staticmethod
     def exchanges(model: ModelSection, options: RWKV4Options, around: Around) -> list[LayerMessage]:

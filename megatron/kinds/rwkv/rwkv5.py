@@ -24,7 +24,7 @@ from megatron.kinds.rwkv.options import RWKV5Options, RWKV6Options
 from megatron.kinds.rwkv.parts import LowRank, ShiftState, Start, Whole, mixed, shifted
 from megatron.kinds.rwkv.wkv6 import ends, wkv6
 from megatron.model.costs.exchanges import Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis
+from megatron.model.costs.traffic import Across, Enter, Event, Shared, TensorAxis, column_events, row_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
@@ -78,9 +78,8 @@ class RWKV5(nn.Module, Generic[Options]):
     def make_mixes(self, make: ParameterFactory, H: int, options: Options, start: Start) -> None:
         """Make the parameters of `mixes`."""
         powers = [start.rest * each for each in (1.0, 1.0, 0.5, 0.5)]
-        self.mix = make.parameter(
-            "mix", (4, H), role=Role.STATE, init=start.shares(*powers, lift=0.3 * start.ratio, lifted=1)
-        )
+        shares = start.shares(*powers, lift=0.3 * start.ratio, lifted=1)
+        self.mix = make.parameter("mix", (4, H), role=Role.STATE, init=shares, stream=1)
 
     def mixes(self, x_BSH: Tensor, last: Tensor | None, starts: Tensor | None) -> Mixes:
         """Inputs of key, value, receptance and gate, and additions to the decays (None: none)."""
@@ -107,7 +106,8 @@ class RWKV5(nn.Module, Generic[Options]):
     @classmethod
     def sends(cls, model: ModelSection, options: Options, tensor: TensorAxis) -> list[Event]:
         H = model.hidden_size
-        return [Enter(H), Shared(4 * H), Leave(H)]
+        products = column_events(tensor, *[H // tensor.ranks] * 4)
+        return [Enter(H), Shared(4 * H // tensor.columns), *products, *row_events(H, False, tensor, H)]
 
     @classmethod
     def exchanges(cls, model: ModelSection, options: Options, around: Around) -> list[LayerMessage]:
@@ -141,36 +141,28 @@ class RWKV6(RWKV5[RWKV6Options]):
 
     def make_mixes(self, make: ParameterFactory, H: int, options: RWKV6Options, start: Start) -> None:
         rest = start.rest
-        self.mix_all = make.parameter("mix_all", (1, H), role=Role.STATE, init=start.mixes(rest))
-        self.mix = make.parameter(
-            "mix",
-            (5, H),
-            role=Role.STATE,
-            init=start.mixes(rest, rest, rest, 0.5 * rest, 0.5 * rest, lift=0.3 * start.ratio, lifted=2),
-        )
+        self.mix_all = make.parameter("mix_all", (1, H), role=Role.STATE, init=start.mixes(rest), stream=1)
+        mixes = start.mixes(rest, rest, rest, 0.5 * rest, 0.5 * rest, lift=0.3 * start.ratio, lifted=2)
+        self.mix = make.parameter("mix", (5, H), role=Role.STATE, init=mixes, stream=1)
         self.mix_down = Whole(make.scope("mix_down"), H, 5 * options.mix_rank)
-        self.mix_up = make.parameter("mix_up", (5, options.mix_rank, H), role=Role.STATE, init=Init("uniform", 0.01))
-        self.move = LowRank(make.scope("move"), H, options.decay_rank, H, Init("uniform", 0.01), torch.tanh)
+        small, shape = Init("uniform", 0.01), (5, options.mix_rank, H)
+        self.mix_up = make.parameter("mix_up", shape, role=Role.STATE, init=small, stream=2)
+        self.move = LowRank(make.scope("move"), H, options.decay_rank, H, small, torch.tanh)
 
     def mixes(self, x_BSH: Tensor, last: Tensor | None, starts: Tensor | None) -> Mixes:
         whole = self.mesh.tensor
         (both,) = mixed(x_BSH, sum_gradient(self.mix_all, whole), last, starts)
-        w, k, v, r, g = recomputed(
-            _mixed,
-            x_BSH,
-            self.mix_down(both),
-            sum_gradient(self.mix_up, whole),
-            sum_gradient(self.mix, whole),
-            last,
-            starts,
-        )
+        inner = sum_gradient(self.mix_down(both), self.mesh.columns)  # each makes its own channels of it
+        up, mix = sum_gradient(self.mix_up, whole), sum_gradient(self.mix, whole)
+        w, k, v, r, g = recomputed(_mixed, x_BSH, inner, up, mix, last, starts)
         return k, v, r, g, self.move(w)
 
     @classmethod
     def sends(cls, model: ModelSection, options: RWKV6Options, tensor: TensorAxis) -> list[Event]:
-        H, rank = model.hidden_size, options.mix_rank
-        mixes = [Shared(H), Shared(5 * rank * H), Shared(5 * rank * H), Shared(5 * H)]
-        return [Enter(H), *mixes, Shared(options.decay_rank * H), Leave(H)]
+        enter, _, *rest = super().sends(model, options, tensor)
+        H, rank, moved = model.hidden_size // tensor.columns, 5 * options.mix_rank, options.decay_rank
+        sums = column_events(tensor, moved) + [Across(rank)] * (tensor.columns > 1)
+        return [enter, *(Shared(each * H) for each in (1, rank, rank, 5, moved)), *sums, *rest]
 
     @classmethod
     def counts(cls, model: ModelSection, options: RWKV6Options, sequence_length: int) -> Counts:

@@ -72,13 +72,8 @@ class RWKV7(nn.Module):
         self.fused = choose_kernels(model.kernels, KIND, make.device)[0] == "fla"
         self.first = is_first(model, init.index)
         start = Start(options.init, init, H)
-        self.mix = make.parameter(
-            "mix",
-            (6, H),
-            role=Role.STATE,
-            init=start.mixes(*(p * start.rest for p in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2))),
-            stream=1,
-        )
+        mixes = start.mixes(*(p * start.rest for p in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)))
+        self.mix = make.parameter("mix", (6, H), role=Role.STATE, init=mixes, stream=1)
 
         def column(name: str, gain: float, spread: float) -> ColumnLinear:
             return ColumnLinear(make.scope(name), H, (H,), unit=N, init=start.reads(H, H, gain, spread))
@@ -124,16 +119,9 @@ class RWKV7(nn.Module):
         vectors = (self.decay_base, self.rate_base, self.blend_base, self.key_scale, self.rate_scale)
         made = (self.key(k), value, self.decay(w), self.rate(a), blend, first, *vectors)
         before = past.memory if self.context.size == 1 else self._memory_before(made, starts, past.memory)
-        alone = state is None and self.context.size == 1
-        time_mix = functools.partial(
-            _time_mix,
-            self.factors,
-            self.finished,
-            heads=self.heads,
-            chunk=self.options.chunk,
-            epsilon=self.options.norm_epsilon,
-            fused=self.fused and alone,
-        )
+        alone, epsilon = state is None and self.context.size == 1, self.options.norm_epsilon
+        sizes: Any = {"heads": self.heads, "chunk": self.options.chunk, "epsilon": epsilon}
+        time_mix = functools.partial(_time_mix, self.factors, self.finished, **sizes, fused=self.fused and alone)
         norm = self.bonus, self.norm_weight, self.norm_bias
         y, memory = recomputed(time_mix, self.receptance(r), self.gate(g), *made, *norm, before, starts)
         if state is not None and memory is not None:

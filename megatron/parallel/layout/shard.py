@@ -152,6 +152,8 @@ class LogicalTensor:
             run: of the shard's first dimension (experts, or rows of a matrix). None: all of it.
         """
         cut, spans = self.shard, [[Span(0, size, 0)] for size in self.shape]
+        if cut is not None and ranks == 1:  # with the whole, which no columns cut
+            cut = cut.uncrossed
         if cut is not None and cut.dim != cut.across:
             spans[cut.dim] = cut.spans(self.shape[cut.dim], rank // cut.columns, ranks // cut.columns)
         if cut is not None and cut.across is not None:

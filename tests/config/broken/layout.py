@@ -211,10 +211,10 @@ LAYOUT = [
     ),
     case(
         "columns of tensor parallel ranks",
-        "model: {layers: attention/rwkv6_ffn x4}\n"
+        "model: {layers: mamba2+shared_attention x4, shared_attention: {heads: 4}}\n"
         "parallel: {tensor: {rows: 2, columns: 3}, context: 2}\nzero: {stage: 3}",
         "a.yml:3: parallel.columns = 3",
-        "must be 1 with rwkv6_ffn: only layers of attention,",
+        "must be 1 with shared_attention: only layers of attention,",
         "must divide model.hidden_size",
         "parallel.context = 2",
         "must be 1 with parallel.columns: ranks of a row have the same tokens",

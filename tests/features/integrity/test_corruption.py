@@ -25,6 +25,7 @@ LAYOUTS = {  # ranks, overrides; rank and state whose bit flips, ranks that are 
     "tensor": (2, ("parallel.tensor=2", "zero.stage=1", "parallel.sequence=true"), (0, "master", [0, 1], False)),
     "tensor, zero 3": (4, ("parallel.tensor=2", "zero.stage=3"), (2, "master", [2, 3], False)),
     "weights of zero 2": (3, ("zero.stage=2", "precision=bf16"), (2, "weight", [2], True)),
+    "columns": (4, ("parallel.columns=4", "model.dropout=0", "model.mlp.bias=true"), (2, "master", [2], True)),
     "pipeline": (4, ("parallel.pipeline=2", "zero.stage=0"), (2, "exp_avg", [2, 3], False)),
 }
 
@@ -51,7 +52,7 @@ class Flip(Hook):
             data = state.parameters[-1].detach().view(-1)
         else:
             held = [each for each in state.targets() if each.state == self._state]
-            data = next(each.data for each in held if each.tensor.shard is None and each.data.numel() > 4)
+            data = next(each.data for each in held if each.tensor_ranks == 1 and each.data.numel() > 4)
         bits = data[3:4].view({2: torch.int16, 4: torch.int32}[data.element_size()])
         bits ^= 1 << 3
 
