@@ -43,23 +43,14 @@ _SENTENCE = re.compile(r'^(?:#![^\n]*\n)?"""(.+?)(?:\.?"""|\.\s|\n\n)', re.DOTAL
 
 @dataclass(frozen=True)
 class Verb:
-    """One thing that `deepy` does.
+    """One thing that `deepy` does."""
 
-    Attributes:
-        words: how it is called, `("data", "tokenize")`.
-        help: one line.
-        script: the file that does it, if it is run unchanged.
-        before: words that the script gets before the command line's.
-        launch: the script that the launcher starts on every rank, or
-        question: the launcher's option that answers.
-    """
-
-    words: tuple[str, ...]
-    help: str
-    script: Path | None = None
-    launch: Path | None = None
-    question: str | None = None
-    before: tuple[str, ...] = ()
+    words: tuple[str, ...]  # how it is called, `("data", "tokenize")`
+    help: str  # one line
+    script: Path | None = None  # the file that does it, if it is run unchanged
+    launch: Path | None = None  # the script that the launcher starts on every rank, or
+    question: str | None = None  # the launcher's option that answers
+    before: tuple[str, ...] = ()  # words that the script gets before the command line's
 
     @property
     def name(self) -> str:

@@ -21,17 +21,11 @@ from .tree import expand, get, put
 
 @dataclass
 class View:
-    """The values so far, with the run's name and ranks.
+    """The values so far, with the run's name and ranks."""
 
-    Attributes:
-        values: the nested values of the whole configuration.
-        name: the run's name by its first configuration file (`files.run_name`).
-        ranks: processes of the whole run, if known.
-    """
-
-    values: dict[str, Any]
-    name: str = "run"
-    ranks: int | None = None
+    values: dict[str, Any]  # the nested values of the whole configuration
+    name: str = "run"  # the run's name by its first configuration file (`files.run_name`)
+    ranks: int | None = None  # processes of the whole run, if known
 
     def __getitem__(self, key: str) -> Any:
         return get(self.values, parse_path(key), None)
@@ -58,15 +52,10 @@ class View:
 
 @dataclass(frozen=True)
 class Derivation:
-    """How a key is filled in.
+    """How a key is filled in."""
 
-    Attributes:
-        key: its name. A `*` stands for each member.
-        keys: the inputs of the formula.
-    """
-
-    key: str
-    keys: tuple[str, ...]
+    key: str  # its name. A `*` stands for each member.
+    keys: tuple[str, ...]  # the inputs of the formula
     derived: Derived
 
     @property

@@ -55,15 +55,11 @@ class Kind:
 
 @dataclass(frozen=True)
 class BlockPattern:
-    """One layer of the stack: a mixer, a feed-forward, or both.
-
-    Attributes:
-        recurrent: it is in the core, whose blocks are repeated.
-    """
+    """One layer of the stack: a mixer, a feed-forward, or both."""
 
     mixer: Kind | None = None
     ffn: Kind | None = None
-    recurrent: bool = False
+    recurrent: bool = False  # it is in the core, whose blocks are repeated
 
     @property
     def mixers(self) -> tuple[Kind, ...]:

@@ -52,25 +52,15 @@ def shown_value(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake.
+    """One mistake."""
 
-    Attributes:
-        key: dotted key ("" for a file as a whole).
-        rule: the condition.
-        fix: the advice.
-        value: the key's present value, or ABSENT.
-        where: where the value came from: "a.yml:12", "argument", "default", ...
-        others: other keys that the rule read, as (key, value, where).
-        fatal: False for a warning.
-    """
-
-    key: str
-    rule: str
-    fix: str
-    value: Any = ABSENT
-    where: str = ""
-    others: tuple[tuple[str, Any, str], ...] = ()
-    fatal: bool = True
+    key: str  # dotted key ("" for a file as a whole)
+    rule: str  # the condition
+    fix: str  # the advice
+    value: Any = ABSENT  # the key's present value, or ABSENT
+    where: str = ""  # where the value came from: "a.yml:12", "argument", "default", ...
+    others: tuple[tuple[str, Any, str], ...] = ()  # other keys that the rule read, as (key, value, where)
+    fatal: bool = True  # False for a warning
 
     @property
     def keys(self) -> tuple[str, ...]:

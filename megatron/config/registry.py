@@ -206,7 +206,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "slurm": "megatron.launch.runners.slurm:RUNNER",
         "torchrun": "megatron.launch.runners.torchrun:RUNNER",
     },
-    SCORER: {},  # of contributions (docs/peers.md)
+    SCORER: {},  # of contributions (docs/peers.md).
     # Checks of a script's own options before any rank starts: (words, config) -> a sentence for each mistake.
     "check": {
         "align": "megatron.features.align.check:before_start",
@@ -240,15 +240,10 @@ class RegistryError(UserError):
 
 @dataclass(frozen=True)
 class Registry:
-    """The names of each role, and what they stand for.
+    """The names of each role, and what they stand for."""
 
-    Attributes:
-        tables: import paths by role and name.
-        extensions: the modules that have added to the tables inside.
-    """
-
-    tables: Mapping[str, Mapping[str, str]]
-    extensions: tuple[str, ...] = ()
+    tables: Mapping[str, Mapping[str, str]]  # import paths by role and name
+    extensions: tuple[str, ...] = ()  # the modules that have added to the tables inside
 
     def names(self, role: str) -> tuple[str, ...]:
         """In the order in which they are listed: those inside first."""

@@ -27,25 +27,16 @@ SIZES = (
 
 @dataclass(frozen=True)
 class RuleContext:
-    """A derived configuration with its ranks and origins.
+    """A derived configuration with its ranks and origins."""
 
-    Attributes:
-        config: every derivable key filled in.
-        ranks: processes of the whole run. None if unknown: rules about the layout of data are then skipped.
-        origin: where the value at a path came from.
-        files: the configuration files, as the user named them.
-        here: whether the run starts now and, by default, on this machine. False where a job script is made.
-        resolve: `resolution.resolve`, for configurations that come with this one.
-        named_store: whether the URL of a level had `{run.name}`, for which the name now stands.
-    """
-
-    config: Config
-    ranks: int | None
-    origin: Callable[[Path], Origin] = field(repr=False)
-    files: tuple[str, ...] = ()
-    here: bool = True
+    config: Config  # every derivable key filled in
+    ranks: int | None  # processes of the whole run. None if unknown: rules about the layout of data are then skipped.
+    origin: Callable[[Path], Origin] = field(repr=False)  # where the value at a path came from
+    files: tuple[str, ...] = ()  # the configuration files, as the user named them
+    here: bool = True  # whether the run starts now and, by default, on this machine. False where a job script is made.
+    # `resolution.resolve`, for configurations that come with this one
     resolve: Callable[..., Config] | None = field(default=None, repr=False)
-    named_store: bool = False
+    named_store: bool = False  # whether the URL of a level had `{run.name}`, for which the name now stands
 
     @property
     def starts_here(self) -> bool:
@@ -170,20 +161,13 @@ Text = str | Callable[[Config], str]  # a function where it depends on values
 
 @dataclass(frozen=True)
 class Check:
-    """A rule whose condition and texts need the configuration only.
+    """A rule whose condition and texts need the configuration only."""
 
-    Attributes:
-        keys: the key with the problem, then the keys that it must fit, separated by spaces.
-        broken: whether a configuration breaks the rule.
-        rule, fix: of the problem.
-        fatal: False for a warning.
-    """
-
-    keys: Text
-    broken: Callable[[Config], Any]
-    rule: Text
+    keys: Text  # the key with the problem, then the keys that it must fit, separated by spaces
+    broken: Callable[[Config], Any]  # whether a configuration breaks the rule
+    rule: Text  # rule, fix: of the problem
     fix: Text
-    fatal: bool = True
+    fatal: bool = True  # False for a warning
 
     def __call__(self, context: RuleContext) -> Iterator[Problem]:
         config = context.config

@@ -114,26 +114,17 @@ _INDEX = re.compile("0|[1-9][0-9]{0,8}")
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the schema.
+    """One key of the schema."""
 
-    Attributes:
-        path: its path. `ANY` stands for names and indices that the user chooses.
-        annotation: the Python type.
-        default: `PydanticUndefined` if the key is required.
-        derived, rule: the formula that fills it in, and its function (None where only a start can).
-        section: whether it is a group of keys.
-        limits: bounds, such as {"gt": 0}. For a name of the registry also its role and its other words.
-    """
-
-    path: tuple[str, ...]
-    annotation: Any
-    default: Any
+    path: tuple[str, ...]  # its path. `ANY` stands for names and indices that the user chooses.
+    annotation: Any  # the Python type
+    default: Any  # `PydanticUndefined` if the key is required
     sentence: str
     unit: str | None
-    derived: str | None
+    derived: str | None  # derived, rule: the formula that fills it in, and its function (None where only a start can)
     rule: Derived | None
-    limits: dict[str, Any]
-    section: bool
+    limits: dict[str, Any]  # bounds, such as {"gt": 0}. For a name of the registry also its role and its other words.
+    section: bool  # whether it is a group of keys
 
     @property
     def name(self) -> str:

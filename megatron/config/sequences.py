@@ -17,18 +17,13 @@ Cut = Literal["contiguous", "zigzag"]
 
 @dataclass(frozen=True)
 class Method:
-    """How one layer's attention is computed.
+    """How one layer's attention is computed."""
 
-    Attributes:
-        name: "ulysses", "ring", "nested" or "gather".
-        together: neighbours that exchange heads for tokens (ulysses), or 1. Keys and values then pass around rings of
-            context / together ranks.
-        why: the reason for the choice.
-    """
-
-    name: str
+    name: str  # "ulysses", "ring", "nested" or "gather"
+    # Neighbours that exchange heads for tokens (ulysses), or 1. Keys and values then pass around rings of context /
+    # together ranks.
     together: int
-    why: str
+    why: str  # the reason for the choice
 
 
 def choose_method(asked: str, heads: int, ranks: int, together: int | None = None) -> Method:
@@ -119,19 +114,13 @@ C = TypeVar("C", bound=Section)
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps `begin` ... `end` - 1 of a run. The last stage has no end.
+    """Steps `begin` ... `end` - 1 of a run. The last stage has no end."""
 
-    Attributes:
-        number: its place in the schedule. The last stage, which no entry describes, has the next number.
-        length: tokens of a sample.
-        pieces: that a sample of `training.sequence_length` tokens is cut into.
-    """
-
-    number: int
+    number: int  # its place in the schedule. The last stage, which no entry describes, has the next number.
     begin: int
     end: int | None
-    length: int
-    pieces: int
+    length: int  # tokens of a sample
+    pieces: int  # that a sample of `training.sequence_length` tokens is cut into
 
 
 def stages_of(config: Any) -> list[Stage]:

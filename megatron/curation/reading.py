@@ -29,20 +29,13 @@ UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 @dataclass(frozen=True)
 class Quarantined:
-    """Input that is no document.
+    """Input that is no document."""
 
-    Attributes:
-        source, file: where it is.
-        record: number of the line, row or record, from 1. 0: the rest of the file, or all of it.
-        reason: why.
-        excerpt: its first bytes, printable.
-    """
-
-    source: str
+    source: str  # source, file: where it is
     file: str
-    record: int
-    reason: str
-    excerpt: str = ""
+    record: int  # number of the line, row or record, from 1. 0: the rest of the file, or all of it.
+    reason: str  # why
+    excerpt: str = ""  # its first bytes, printable
 
     def to_json(self) -> dict[str, Any]:
         return {"source": self.source, "file": self.file, "record": self.record, "reason": self.reason} | (

@@ -63,21 +63,13 @@ class RecipeSection(Section):
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a recipe.
+    """A stage of a recipe."""
 
-    Attributes:
-        name: of its kind.
-        title: its number, from 1, and name, as the output and the page have it.
-        options: its checked options.
-        only: sources whose documents it treats. Empty: all.
-        inner: the levels of `escalate`, which has no options.
-    """
-
-    name: str
-    title: str
-    options: Section
-    only: tuple[str, ...] = ()
-    inner: tuple[Stage, ...] = ()
+    name: str  # of its kind
+    title: str  # its number, from 1, and name, as the output and the page have it
+    options: Section  # its checked options
+    only: tuple[str, ...] = ()  # sources whose documents it treats. Empty: all.
+    inner: tuple[Stage, ...] = ()  # the levels of `escalate`, which has no options
 
     def to_json(self) -> list[Any]:
         options = [each.to_json() for each in self.inner] or self.options.model_dump(mode="json")

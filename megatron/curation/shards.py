@@ -24,24 +24,15 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One file of a source.
-
-    Attributes:
-        url: what fsspec opens.
-        name: path below the source's folder. It is a part of ids.
-        format: "jsonl", "parquet", "warc" or "text". Empty if the ending stands for none.
-        size: bytes.
-        state: a time or tag of its last change.
-        problem: why it must not be read. Empty if it may be.
-    """
+    """One file of a source."""
 
     source: str
-    url: str
-    name: str
-    format: str
-    size: int
-    state: str
-    problem: str = ""
+    url: str  # what fsspec opens
+    name: str  # path below the source's folder. It is a part of ids.
+    format: str  # "jsonl", "parquet", "warc" or "text". Empty if the ending stands for none.
+    size: int  # bytes
+    state: str  # a time or tag of its last change
+    problem: str = ""  # why it must not be read. Empty if it may be.
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -33,19 +33,12 @@ SHOWN = 600  # characters of a sample
 
 @dataclass(frozen=True)
 class Phase:
-    """Stages on single documents, and what follows them: a comparison of all documents, or the end.
+    """Stages on single documents, and what follows them: a comparison of all documents, or the end."""
 
-    Attributes:
-        number: from 0.
-        work: stages on single documents.
-        compare: the stage that compares, or None in the last phase.
-        before: the stage that compared in the phase before.
-    """
-
-    number: int
-    work: tuple[Stage, ...]
-    compare: Stage | None
-    before: Stage | None
+    number: int  # from 0
+    work: tuple[Stage, ...]  # stages on single documents
+    compare: Stage | None  # the stage that compares, or None in the last phase
+    before: Stage | None  # the stage that compared in the phase before
 
     @property
     def folder(self) -> str:

@@ -129,37 +129,24 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """Facts about a token file besides its tokens.
+    """Facts about a token file besides its tokens."""
 
-    Attributes:
-        tokenizer: kind, name, hash, size and eod_id of the tokenizer.
-        documents, tokens: counts.
-        largest: the largest id.
-        dtype: type of the stored tokens.
-        bin_hash, idx_hash: SHA-256 of the two files.
-        inputs: for each input file its path, bytes, SHA-256 (of files), documents and tokens.
-        origin: unit of the numbers in the pair's `.origin` table ("bytes", "rows"). None without a table.
-        options: treatment of the texts.
-        encoder: program that computed the ids.
-        version: of this program.
-        blocks: checksums of the .bin by block (`block_checksums`), or None.
-        job: hash of the inputs and options of a tokenizing job, or "".
-    """
-
-    tokenizer: dict[str, Any]
-    documents: int
+    tokenizer: dict[str, Any]  # kind, name, hash, size and eod_id of the tokenizer
+    documents: int  # documents, tokens: counts
     tokens: int
-    largest: int
-    dtype: str
-    bin_hash: str
+    largest: int  # the largest id
+    dtype: str  # type of the stored tokens
+    bin_hash: str  # bin_hash, idx_hash: SHA-256 of the two files
     idx_hash: str
+    # For each input file its path, bytes, SHA-256 (of files), documents and tokens
     inputs: list[dict[str, Any]] = field(default_factory=list)
+    # Unit of the numbers in the pair's `.origin` table ("bytes", "rows"). None without a table.
     origin: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    encoder: str = ""
-    version: str = ""
-    job: str = ""
-    blocks: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # treatment of the texts
+    encoder: str = ""  # program that computed the ids
+    version: str = ""  # of this program
+    job: str = ""  # hash of the inputs and options of a tokenizing job, or ""
+    blocks: dict[str, Any] | None = None  # checksums of the .bin by block (`block_checksums`), or None
 
     def write(self, prefix: str | os.PathLike) -> Path:
         """Write it next to a pair, completely or not at all."""

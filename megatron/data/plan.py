@@ -27,15 +27,10 @@ from .source import OrderedSource
 
 @dataclass(frozen=True)
 class Targets:
-    """Final treatment of a plan's samples.
+    """Final treatment of a plan's samples."""
 
-    Attributes:
-        objective: None keeps the weights of the data.
-        boundaries: mark starts of documents.
-    """
-
-    objective: Objective | None = None
-    boundaries: bool = False
+    objective: Objective | None = None  # None keeps the weights of the data
+    boundaries: bool = False  # mark starts of documents
 
     @property
     def weighs(self) -> bool:
@@ -92,22 +87,16 @@ MANY_EPOCHS = 4.0  # repetition beyond this hurts (Muennighoff et al., 2023)
 
 @dataclass(frozen=True)
 class SourceUse:
-    """A run's use of one source.
-
-    Attributes:
-        weight: requested share of the samples (of its first phase).
-        epochs: tokens read, as a multiple of the `available` ones.
-        available: tokens of the source. 0 for a stream whose tokens are not counted yet.
-    """
+    """A run's use of one source."""
 
     name: str
     path: str
     order: str
-    weight: float
+    weight: float  # requested share of the samples (of its first phase)
     samples: int
     tokens: int
-    epochs: float
-    available: int
+    epochs: float  # tokens read, as a multiple of the `available` ones
+    available: int  # tokens of the source. 0 for a stream whose tokens are not counted yet.
 
 
 class SampleSet(Protocol):
@@ -129,20 +118,14 @@ class SampleSet(Protocol):
 
 @dataclass(frozen=True)
 class PlannedPhase:
-    """A blend for samples start ... start + length of the run.
-
-    Attributes:
-        members: numbers of its sources in the plan.
-        counts: weight of each label of each source.
-        offsets: samples that earlier phases took of each of its sources.
-    """
+    """A blend for samples start ... start + length of the run."""
 
     start: int
     length: int
     blend: Blend
-    members: tuple[int, ...]
-    counts: tuple[float, ...]
-    offsets: tuple[int, ...]
+    members: tuple[int, ...]  # numbers of its sources in the plan
+    counts: tuple[float, ...]  # weight of each label of each source
+    offsets: tuple[int, ...]  # samples that earlier phases took of each of its sources
 
 
 class SamplePlan:

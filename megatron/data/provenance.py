@@ -48,20 +48,15 @@ def config_file(run: str | os.PathLike) -> Path:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A piece of a sequence.
+    """A piece of a sequence."""
 
-    Attributes:
-        source, file: the source's name and the token file's prefix.
-        document, start, length: tokens start ... start + length of that document.
-        input: the file that the document was made from, if known. `input_start` and `input_length` are its position
-            there in `unit`: "bytes" of the uncompressed content (of the whole record), or "rows".
-    """
-
-    source: str
+    source: str  # source, file: the source's name and the token file's prefix
     file: str
-    document: int
+    document: int  # document, start, length: tokens start ... start + length of that document.
     start: int
     length: int
+    # The file that the document was made from, if known. `input_start` and `input_length` are its position there in
+    # `unit`: "bytes" of the uncompressed content (of the whole record), or "rows".
     input: str | None = None
     unit: str | None = None
     input_start: int | None = None

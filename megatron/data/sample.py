@@ -21,21 +21,13 @@ from .order.order import TokenRange
 
 @dataclass(frozen=True)
 class Corruption:
-    """Options of the corruption.
+    """Options of the corruption."""
 
-    Attributes:
-        rate: share of the documents.
-        density: share of a document's tokens that are removed.
-        mean: tokens of a span, on average.
-        sentinels: ids that replace spans, in order, and so the largest number of spans in a document.
-        targets_only: of a corrupted document only the removed spans are targets.
-    """
-
-    rate: float
-    density: float
-    mean: float
-    sentinels: tuple[int, ...]
-    targets_only: bool = True
+    rate: float  # share of the documents
+    density: float  # share of a document's tokens that are removed
+    mean: float  # tokens of a span, on average
+    sentinels: tuple[int, ...]  # ids that replace spans, in order, and so the largest number of spans in a document
+    targets_only: bool = True  # of a corrupted document only the removed spans are targets
 
     def sizes(self, length: int, most: int | None = None) -> tuple[int, int]:
         """(tokens to remove from `length`, number of their spans, at most `most`)."""
@@ -96,31 +88,20 @@ class Infilling:
 
 @dataclass(frozen=True)
 class AssemblyOptions:
-    """Options of assembling samples.
+    """Options of assembling samples."""
 
-    Attributes:
-        sequence_length: S.
-        seed: of the data order. Infilling draws from it.
-        eod: id of the end-of-document token, if needed.
-        mask_eod: the end-of-document token is no target.
-        boundaries: mark starts of documents.
-        infilling, corruption: at most one of them. None keeps documents as they are.
-        context: number of tokens before a sample to read too, where it starts within a document.
-        read: new tokens of a sample's pieces where documents grow. Default: S.
-        filler: id that fills samples up and is a target if all tokens are, as in GPT-NeoX. None fills them with `eod`,
-            which is no target there.
-    """
-
-    sequence_length: int
-    seed: int = 0
-    eod: int | None = None
-    mask_eod: bool = False
-    boundaries: bool = False
-    infilling: Infilling | None = None
+    sequence_length: int  # S
+    seed: int = 0  # of the data order. Infilling draws from it.
+    eod: int | None = None  # id of the end-of-document token, if needed
+    mask_eod: bool = False  # the end-of-document token is no target
+    boundaries: bool = False  # mark starts of documents
+    infilling: Infilling | None = None  # infilling, corruption: at most one of them. None keeps documents as they are.
     corruption: Corruption | None = None
+    # Id that fills samples up and is a target if all tokens are, as in GPT-NeoX. None fills them with `eod`, which is
+    # no target there.
     filler: int | None = None
-    context: int = 0
-    read: int | None = None
+    context: int = 0  # number of tokens before a sample to read too, where it starts within a document
+    read: int | None = None  # new tokens of a sample's pieces where documents grow. Default: S.
 
     @property
     def new_tokens(self) -> int:
@@ -135,25 +116,16 @@ class AssemblyOptions:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample.
+    """One sample."""
 
-    Attributes:
-        tokens: int64 [S+1].
-        weights: float32 [S], the weight of each label. None: all ones.
-        begins: bool [S+1], whether a document begins at this token. None if not requested.
-        source: number of its source in the plan.
-        spans: the pieces it was made of, before infilling.
-        lead: up to `AssemblyOptions.context` tokens before it in its first document. None if documents are reordered.
-        columns: further numbers of each label, float32 [S], by name.
-    """
-
-    tokens: np.ndarray
-    weights: np.ndarray | None = None
-    begins: np.ndarray | None = None
-    source: int = 0
-    spans: tuple[TokenRange, ...] = ()
+    tokens: np.ndarray  # int64 [S+1]
+    weights: np.ndarray | None = None  # float32 [S], the weight of each label. None: all ones.
+    begins: np.ndarray | None = None  # bool [S+1], whether a document begins at this token. None if not requested.
+    source: int = 0  # number of its source in the plan
+    spans: tuple[TokenRange, ...] = ()  # the pieces it was made of, before infilling.
+    # Up to `AssemblyOptions.context` tokens before it in its first document. None if documents are reordered.
     lead: np.ndarray | None = None
-    columns: Mapping[str, np.ndarray] | None = None
+    columns: Mapping[str, np.ndarray] | None = None  # further numbers of each label, float32 [S], by name
 
 
 def infill(tokens: np.ndarray, options: Infilling, draw: np.random.Generator) -> np.ndarray:

@@ -70,19 +70,13 @@ CHARACTER_SIZE = 512  # of GPT-NeoX's CharLevelTokenizer
 
 
 class Tokenizer(ABC):
-    """Interface of all tokenizers.
-
-    Attributes:
-        size: the largest id plus one.
-        eod_id: id of the end-of-document token, or None.
-        hash: SHA-256 of everything that determines the ids. Token files of one blend must have the same.
-    """
+    """Interface of all tokenizers."""
 
     kind: str
     name: str
-    size: int
-    eod_id: int | None
-    hash: str
+    size: int  # the largest id plus one
+    eod_id: int | None  # id of the end-of-document token, or None
+    hash: str  # SHA-256 of everything that determines the ids. Token files of one blend must have the same.
 
     @property
     def facts(self) -> dict[str, Any]:

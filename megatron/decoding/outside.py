@@ -37,17 +37,11 @@ def add_expert_options(add: Callable[..., Any]) -> None:
 
 @dataclass(frozen=True)
 class Outside:
-    """Experts outside of a device.
+    """Experts outside of a device."""
 
-    Attributes:
-        held: experts of each layer on it.
-        folder: of mapped files. None: the host's memory.
-        guessed: use the predicted experts.
-    """
-
-    held: int
-    folder: Path | None
-    guessed: bool
+    held: int  # experts of each layer on it
+    folder: Path | None  # of mapped files. None: the host's memory.
+    guessed: bool  # use the predicted experts
 
     @classmethod
     def of(cls, options: argparse.Namespace, device: torch.device) -> Outside | None:

@@ -26,29 +26,18 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """A text to continue.
-
-    Attributes:
-        number: keys its draws.
-        tokens: the most that follow. 0 where only `scored` tokens are asked for.
-        finished: whether the continuation has ended, from its ids.
-        end: the id that ends documents, and the continuation.
-        least: fewest tokens. Before that, no id that ends the continuation is chosen.
-        scored: tokens at the end of the prompt whose log-probabilities are asked for.
-        likeliest: number of likeliest tokens that are noted in the place of each scored or chosen token.
-        further_ends: ids that end the continuation like `end`.
-    """
+    """A text to continue."""
 
     prompt: Row
-    tokens: int
-    number: int = 0
+    tokens: int  # the most that follow. 0 where only `scored` tokens are asked for.
+    number: int = 0  # keys its draws
     sampling: Sampling = GREEDY
-    finished: Callable[[list[int]], bool] | None = None
-    end: int | None = None
-    least: int = 0
-    scored: int = 0
-    likeliest: int = 0
-    further_ends: frozenset[int] = frozenset()
+    finished: Callable[[list[int]], bool] | None = None  # whether the continuation has ended, from its ids
+    end: int | None = None  # the id that ends documents, and the continuation
+    least: int = 0  # fewest tokens. Before that, no id that ends the continuation is chosen.
+    scored: int = 0  # tokens at the end of the prompt whose log-probabilities are asked for
+    likeliest: int = 0  # number of likeliest tokens that are noted in the place of each scored or chosen token
+    further_ends: frozenset[int] = frozenset()  # ids that end the continuation like `end`
 
     @property
     def ends(self) -> frozenset[int]:
@@ -105,23 +94,15 @@ class Drawn:
 
 @dataclass
 class Live:
-    """A request that waits or runs.
+    """A request that waits or runs."""
 
-    Attributes:
-        arrival: its place in the order of arrival.
-        table: its pages.
-        slot: of its states. 0 while it waits.
-        read: tokens that the states have.
-        leader: reads the same prompt now, and this request continues from its states.
-    """
-
-    arrival: int
+    arrival: int  # its place in the order of arrival
     request: Request
     drawn: Drawn = field(default_factory=Drawn)
-    table: list[int] = field(default_factory=list)
-    slot: int = 0
-    read: int = 0
-    leader: Live | None = None
+    table: list[int] = field(default_factory=list)  # its pages
+    slot: int = 0  # of its states. 0 while it waits.
+    read: int = 0  # tokens that the states have
+    leader: Live | None = None  # reads the same prompt now, and this request continues from its states
     of_pages: list[bytes] = field(default_factory=list)  # what `digests` has found
 
     @property

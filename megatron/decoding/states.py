@@ -96,19 +96,13 @@ class Turns:
     """State of a layer that continues from one token to the next.
 
     It reads one token of each text at a time. So its results do not depend on the lengths of pieces.
-
-    Attributes:
-        slots: of texts. Slot 0 is of padding.
-        empty: the state before a text.
-        held: the state of all slots, [slots, ...] each. None before the first token.
-        plain: the layer keeps nothing of earlier tokens in evaluation.
     """
 
     current: Current
-    slots: int
-    empty: Any
-    held: Any = None
-    plain: bool = False
+    slots: int  # of texts. Slot 0 is of padding.
+    empty: Any  # the state before a text
+    held: Any = None  # the state of all slots, [slots, ...] each. None before the first token.
+    plain: bool = False  # the layer keeps nothing of earlier tokens in evaluation
 
     def read(self, layer: nn.Module, x_T1H: Tensor, stream: Stream) -> Any:
         """The layer's output, [T, 1, H], and channels that it writes."""

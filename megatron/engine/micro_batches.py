@@ -22,19 +22,13 @@ from megatron.parallel.layout.precision import to_device
 
 @dataclass
 class LossAccumulator:
-    """Sums over this rank's labels: weighted cross-entropy, and weight.
-
-    Attributes:
-        scale: factor of the weights.
-        groups: groups of the labels of each further micro-batch, int64 [B, s, K].
-        sums: by group, as `protocol.LabelGroups.sums`.
-    """
+    """Sums over this rank's labels: weighted cross-entropy, and weight."""
 
     loss: Tensor
     weight: Tensor
-    scale: Tensor | float = 1.0
-    groups: Iterator[Tensor] | None = None
-    sums: Tensor | None = None
+    scale: Tensor | float = 1.0  # factor of the weights
+    groups: Iterator[Tensor] | None = None  # groups of the labels of each further micro-batch, int64 [B, s, K]
+    sums: Tensor | None = None  # by group, as `protocol.LabelGroups.sums`
 
     @classmethod
     def zero(cls, device: torch.device) -> LossAccumulator:

@@ -28,19 +28,12 @@ REPORT, SKIP, CLIP, ROLLBACK, STOP = "report", "skip", "clip", "rollback", "stop
 
 @dataclass(frozen=True)
 class Spike:
-    """A bad number, and the action taken.
+    """A bad number, and the action taken."""
 
-    Attributes:
-        name: LOSS or NORM.
-        value: of the step.
-        limit: upper bound of normal values. None where the value is no number.
-        action: one of the constants above. Only `report` and `clip` apply the update.
-    """
-
-    name: str
-    value: float
-    limit: float | None
-    action: str
+    name: str  # LOSS or NORM
+    value: float  # of the step
+    limit: float | None  # upper bound of normal values. None where the value is no number.
+    action: str  # one of the constants above. Only `report` and `clip` apply the update.
 
     @property
     def finite(self) -> bool:

@@ -35,30 +35,20 @@ class OptionError(ValueError):
 
 @dataclass(frozen=True)
 class Options:
-    """The tasks and checkpoints of an evaluation.
-
-    Attributes:
-        needles, depths, needle_texts: lengths, depths (per cent) and number of haystacks of each. See `needles`.
-        checkpoint: a step, or the path of a checkpoint, of a run's directory or of a Hugging Face folder. None: the
-            newest of the run.
-        every: all checkpoints of the run, oldest first.
-        output: file of the harness's JSON. None: in `evaluations/` of the run's directory.
-        folders: folders of the user's task files.
-        max_length: tokens that the model reads at once. None: training.sequence_length.
-        texts: in a micro-batch. None: training.micro_batch_size.
-        samples: keep documents with prompts and answers too.
-        as_json: print the harness's JSON instead of a table.
-    """
+    """The tasks and checkpoints of an evaluation."""
 
     requests: tuple[Request, ...]
+    # A step, or the path of a checkpoint, of a run's directory or of a Hugging Face folder. None: the newest of the
+    # run.
     checkpoint: str | None = None
-    every: bool = False
-    output: Path | None = None
-    folders: tuple[str, ...] = ()
-    max_length: int | None = None
-    texts: int | None = None
-    samples: bool = False
-    as_json: bool = False
+    every: bool = False  # all checkpoints of the run, oldest first
+    output: Path | None = None  # file of the harness's JSON. None: in `evaluations/` of the run's directory.
+    folders: tuple[str, ...] = ()  # folders of the user's task files
+    max_length: int | None = None  # tokens that the model reads at once. None: training.sequence_length.
+    texts: int | None = None  # in a micro-batch. None: training.micro_batch_size.
+    samples: bool = False  # keep documents with prompts and answers too
+    as_json: bool = False  # print the harness's JSON instead of a table.
+    # needles, depths, needle_texts: lengths, depths (per cent) and number of haystacks of each. See `needles`.
     needles: tuple[int, ...] = ()
     depths: tuple[float, ...] = ()
     needle_texts: int = 0

@@ -48,23 +48,16 @@ def _lambada(rows: Rows) -> Rows:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A task, and its data in the package.
+    """A task, and its data in the package."""
 
-    Attributes:
-        task: the harness's file, in its folder of tasks.
-        documents: number of documents.
-        split: the harness's name for them.
-        arrow: folder of the package's arrow files, and the package's split for each of the harness's splits.
-        requests: folder of the package's requests, and the function that converts them to the harness's rows.
-        changes: further keys of the task.
-    """
-
-    task: str
-    documents: int
-    split: str
+    task: str  # the harness's file, in its folder of tasks
+    documents: int  # number of documents
+    split: str  # the harness's name for them.
+    # Folder of the package's arrow files, and the package's split for each of the harness's splits
     arrow: tuple[str, dict[str, str]] | None = None
+    # Folder of the package's requests, and the function that converts them to the harness's rows
     requests: tuple[str, Callable[[Rows], Rows]] | None = None
-    changes: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)  # further keys of the task
 
 
 def _arrow(task: str, documents: int, folder: str, **changes: Any) -> Benchmark:

@@ -44,21 +44,14 @@ class Haystack:
 
 @dataclass(frozen=True)
 class Cell:
-    """Results for all texts of one length with the needle in one depth.
-
-    Attributes:
-        depth: per cent of the haystack before the needle.
-        found: share of texts in which each token of the answer is the likeliest.
-        chosen: share of texts whose answer is the likeliest of `CHOICES`. A guess is right in 1 / `CHOICES`.
-        loss: of the answer's tokens, in nats per token.
-    """
+    """Results for all texts of one length with the needle in one depth."""
 
     length: int
-    depth: float
+    depth: float  # per cent of the haystack before the needle
     texts: int
-    found: float
-    chosen: float
-    loss: float
+    found: float  # share of texts in which each token of the answer is the likeliest
+    chosen: float  # share of texts whose answer is the likeliest of `CHOICES`. A guess is right in 1 / `CHOICES`.
+    loss: float  # of the answer's tokens, in nats per token
 
 
 def haystack(tokenizer: Tokenizer, length: int, depth: float, number: int, seed: int = 0) -> Haystack:

@@ -42,17 +42,11 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """A task and its settings.
+    """A task and its settings."""
 
-    Attributes:
-        name: of a task, group or tag, a pattern with `*`, or the path of a task file (.yaml).
-        few_shot: examples before each question. None: the task's number.
-        limit: only the first n documents. A number below 1 is a share of them. None: all.
-    """
-
-    name: str
-    few_shot: int | None = None
-    limit: float | None = None
+    name: str  # of a task, group or tag, a pattern with `*`, or the path of a task file (.yaml)
+    few_shot: int | None = None  # examples before each question. None: the task's number.
+    limit: float | None = None  # only the first n documents. A number below 1 is a share of them. None: all.
 
     @classmethod
     def of(cls, task: TaskOptions) -> Request:

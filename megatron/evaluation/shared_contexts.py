@@ -59,15 +59,10 @@ def states_at(x_BSH: Tensor, rows: list[int], places: list[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Group:
-    """Texts with the same beginning.
+    """Texts with the same beginning."""
 
-    Attributes:
-        context: the common beginning: everything before their scored tokens.
-        endings: tokens read after it, without the last one -> the numbers of the texts.
-    """
-
-    context: Row
-    endings: dict[Row, list[int]]
+    context: Row  # the common beginning: everything before their scored tokens
+    endings: dict[Row, list[int]]  # tokens read after it, without the last one -> the numbers of the texts
 
 
 def split(texts: Sequence[Text]) -> tuple[list[Group], list[int]]:

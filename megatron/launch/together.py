@@ -33,17 +33,11 @@ _PAUSE = 0.2  # seconds between two checks whether a peer has ended
 
 @dataclass(frozen=True)
 class Peer:
-    """Command of one peer.
+    """Command of one peer."""
 
-    Attributes:
-        words: arguments of its script.
-        variables: added to its environment: its devices and threads.
-        console: file of its output. None: the console.
-    """
-
-    words: tuple[str, ...]
-    variables: dict[str, str]
-    console: Path | None
+    words: tuple[str, ...]  # arguments of its script
+    variables: dict[str, str]  # added to its environment: its devices and threads
+    console: Path | None  # file of its output. None: the console.
 
     def command(self, script: str) -> list[str]:
         return [sys.executable, "-u", str(root() / "deepy.py"), script, *self.words]

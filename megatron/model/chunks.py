@@ -29,17 +29,11 @@ from .stream import Chunk, Stream
 
 @dataclass(frozen=True)
 class Chunks:
-    """How a run's sequences are cut.
+    """How a run's sequences are cut."""
 
-    Attributes:
-        tokens: of a chunk on all ranks. 0 where sequences are not cut.
-        context: ranks that share a sequence.
-        cut: tensor parallel ranks that share the hidden state's positions.
-    """
-
-    tokens: int = 0
-    context: int = 1
-    cut: int = 1
+    tokens: int = 0  # of a chunk on all ranks. 0 where sequences are not cut.
+    context: int = 1  # ranks that share a sequence
+    cut: int = 1  # tensor parallel ranks that share the hidden state's positions
 
     @classmethod
     def of(cls, config: Config) -> Chunks:

@@ -11,23 +11,15 @@ LOSSES = ("balance", "sequence", "z")
 
 
 class ExpertTally(nn.Module):
-    """Base of a module in a layer whose `LayerKind.experts` is not 0.
-
-    Attributes:
-        layer: its number in the stack.
-        experts: their number.
-        tally: fp32 [E + 1 + 3 + 1]: tokens of each expert, dropped choices, sums of `LOSSES`, micro-batches.
-        correction: fp32 [E] or longer, added to the scores that choose experts. None without one.
-        recorded: the experts int64 [T, k] of each pass, if it is a list.
-    """
+    """Base of a module in a layer whose `LayerKind.experts` is not 0."""
 
     EXTRA = 1 + len(LOSSES) + 1  # numbers of the tally after the experts'
 
-    layer: int
-    experts: int
-    tally: Tensor
-    correction: Tensor | None
-    recorded: list[Tensor] | None = None
+    layer: int  # its number in the stack
+    experts: int  # their number
+    tally: Tensor  # fp32 [E + 1 + 3 + 1]: tokens of each expert, dropped choices, sums of `LOSSES`, micro-batches
+    correction: Tensor | None  # fp32 [E] or longer, added to the scores that choose experts. None without one.
+    recorded: list[Tensor] | None = None  # the experts int64 [T, k] of each pass, if it is a list
 
     def finish(self, counts_E: Tensor) -> None:
         """Act on the choices [E] of the step's whole batch, after an update that was applied."""

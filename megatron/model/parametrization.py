@@ -34,25 +34,15 @@ from megatron.parallel.layout.shard import UNSCALED, Growth, Scales
 
 @dataclass(frozen=True)
 class Parametrization:
-    """The factors of one model.
+    """The factors of one model."""
 
-    Attributes:
-        type: `ParametrizationOptions.type`.
-        width: hidden_size over that of the base model.
-        depth: number of blocks over that of the base model. 1 without depth scaling.
-        exponent: of the depth, in the multiplier of branches.
-        base_head_dim: channels per head of the base model, if heads grow in size.
-        by_gradient: the optimizer's steps are proportional to gradients (SGD).
-        inside: for the tensors of a block.
-    """
-
-    type: str = "standard"
-    width: float = 1.0
-    depth: float = 1.0
-    exponent: float = 1.0
-    base_head_dim: int | None = None
-    by_gradient: bool = False
-    inside: bool = False
+    type: str = "standard"  # `ParametrizationOptions.type`
+    width: float = 1.0  # hidden_size over that of the base model
+    depth: float = 1.0  # number of blocks over that of the base model. 1 without depth scaling.
+    exponent: float = 1.0  # of the depth, in the multiplier of branches
+    base_head_dim: int | None = None  # channels per head of the base model, if heads grow in size
+    by_gradient: bool = False  # the optimizer's steps are proportional to gradients (SGD)
+    inside: bool = False  # for the tensors of a block
 
     @classmethod
     def of(cls, model: ModelSection, optimizer: str = "adamw") -> Parametrization:

@@ -31,21 +31,15 @@ CUT = 3.0  # standard deviations beyond which no state starts
 
 @dataclass
 class Depth:
-    """Number of passes through the core, now.
-
-    Attributes:
-        step: number of the training step. None where no engine trains.
-        chosen: passes in evaluation, instead of `evaluation`.
-        tolerance: evaluation ends earlier when a pass changes the newest token's state by at most this share.
-        taken: passes of the last evaluation.
-    """
+    """Number of passes through the core, now."""
 
     options: RecurrenceOptions
     seed: int
-    step: int | None = None
-    chosen: int | None = None
+    step: int | None = None  # number of the training step. None where no engine trains.
+    chosen: int | None = None  # passes in evaluation, instead of `evaluation`.
+    # Evaluation ends earlier when a pass changes the newest token's state by at most this share
     tolerance: float | None = None
-    taken: int = 0
+    taken: int = 0  # passes of the last evaluation
 
     def passes(self, training: bool) -> Passes:
         """The passes now, equal on all ranks."""

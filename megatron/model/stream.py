@@ -20,19 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of a sequence in a stream, where layers compute one part after the other (`model/chunks.py`).
+    """The part of a sequence in a stream, where layers compute one part after the other (`model/chunks.py`)."""
 
-    Attributes:
-        number: of the part, from 0.
-        first: tokens of the sequence before it.
-        tokens: of the part, on all ranks with context parallelism.
-        whole: tokens of the sequence.
-    """
-
-    number: int
-    first: int
-    tokens: int
-    whole: int
+    number: int  # of the part, from 0
+    first: int  # tokens of the sequence before it
+    tokens: int  # of the part, on all ranks with context parallelism
+    whole: int  # tokens of the sequence
 
     @property
     def last(self) -> bool:

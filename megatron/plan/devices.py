@@ -102,17 +102,13 @@ class _Machines(_Entry):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts of equal devices.
-
-    Attributes:
-        curves: measured collectives, which replace the formulas.
-    """
+    """Hosts of equal devices."""
 
     device: Device
     network: Network
     devices: int  # in all
     per_host: int  # devices of a host
-    curves: tuple[CostCurve, ...] = ()
+    curves: tuple[CostCurve, ...] = ()  # measured collectives, which replace the formulas
 
     @property
     def hosts(self) -> int:

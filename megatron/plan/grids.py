@@ -64,18 +64,12 @@ def sides(choice: Candidate) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Grid:
-    """The first plan of a grid, and its counts.
-
-    Attributes:
-        sent: numbers that a rank sends over rows, columns and depth in a step, in blocks.
-        by_script: the same as the published script counts them.
-        seconds_by_script: of a step with these.
-    """
+    """The first plan of a grid, and its counts."""
 
     plan: Plan
-    sent: tuple[float, float, float]
-    by_script: tuple[float, float, float]
-    seconds_by_script: float
+    sent: tuple[float, float, float]  # numbers that a rank sends over rows, columns and depth in a step, in blocks
+    by_script: tuple[float, float, float]  # the same as the published script counts them
+    seconds_by_script: float  # of a step with these
 
     def to_json(self) -> dict[str, Any]:
         names = ("rows", "columns", "depth")

@@ -47,16 +47,12 @@ class Need:
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """One run in the history.
-
-    Attributes:
-        ranks, layout: what it ran on.
-    """
+    """One run in the history."""
 
     device: str  # its name, as torch gives it
     compute: str  # fp32, bf16 or fp16
     kinds: tuple[str, ...]  # of layers, sorted
-    ranks: int
+    ranks: int  # ranks, layout: what it ran on
     layout: str
     predicted: Need  # by the formulas, without correction
     measured: Need  # median of its steps, and peak memory of rank 0

@@ -103,13 +103,9 @@ def failures(devices: int, per_device_day: float, save: float, restart: float) -
 
 @dataclass(frozen=True)
 class Proposal:
-    """A size of the model for a budget.
+    """A size of the model for a budget."""
 
-    Attributes:
-        layers, hidden: blocks and width.
-    """
-
-    layers: int
+    layers: int  # layers, hidden: blocks and width
     hidden: int
     parameters: int
     tokens: float  # that it is trained on

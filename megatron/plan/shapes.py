@@ -80,16 +80,12 @@ class RankWeights:
 
 @dataclass(frozen=True)
 class Kept:
-    """Elements per token that a layer keeps for its backward pass.
-
-    Attributes:
-        begun: partial sums of row-parallel products, of the size of the sum, with selective recomputation.
-    """
+    """Elements per token that a layer keeps for its backward pass."""
 
     cut: float  # shared by tensor parallel ranks
     whole: float  # those inside its layers that each of them has
     around: float  # what its layers read, and what norms keep
-    begun: float = 0.0
+    begun: float = 0.0  # partial sums of row-parallel products, of the size of the sum, with selective recomputation
 
 
 @dataclass(frozen=True)

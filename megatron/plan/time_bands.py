@@ -70,14 +70,10 @@ class Band:
 
 @dataclass(frozen=True)
 class TimeProfile:
-    """A run's time.
-
-    Attributes:
-        device, ranks, compute: what it ran on.
-    """
+    """A run's time."""
 
     run: str  # its directory
-    device: str
+    device: str  # device, ranks, compute: what it ran on
     ranks: int
     compute: str
     completed: int  # updates that were kept

@@ -39,15 +39,11 @@ from .storage_counter import BUCKETS, BUFFERS, GATHERED, GRADIENTS, MASTERS, MOM
 
 @dataclass(frozen=True)
 class StagePart:
-    """Layers of a pipeline rank.
-
-    Attributes:
-        embedding, head: whether the rank has them.
-    """
+    """Layers of a pipeline rank."""
 
     rank: int  # from 0
     blocks: tuple[int, ...]
-    embedding: bool
+    embedding: bool  # embedding, head: whether the rank has them
     head: bool
 
     def __str__(self) -> str:
@@ -321,14 +317,10 @@ SENDS = ("send", "recv")
 
 @dataclass(frozen=True)
 class HostWork:
-    """Work of a rank in a step.
-
-    Attributes:
-        collectives, sends: calls of collectives, and sends and receives of pairs.
-    """
+    """Work of a rank in a step."""
 
     operations: float  # of torch
-    collectives: float
+    collectives: float  # collectives, sends: calls of collectives, and sends and receives of pairs
     sends: float
     gathers: float  # parameter tensors that ZeRO 3 gathers
     flops: float  # of all matrix products

@@ -208,22 +208,15 @@ PARTS = {  # of the wall time, with descriptions
 
 @dataclass(frozen=True)
 class Goodput:
-    """Wall time by part, in seconds.
+    """Wall time by part, in seconds."""
 
-    Attributes:
-        seconds: of each of `PARTS`.
-        starts: number of launches.
-        saves: checkpoints for which training stood still.
-        within: of the kept steps, by phase, and in collectives ("waiting").
-        again: part of `start` after a failure.
-    """
-
-    seconds: dict[str, float]
-    starts: int = 0
+    seconds: dict[str, float]  # of each of `PARTS`
+    starts: int = 0  # number of launches
     failures: int = 0
-    saves: int = 0
+    saves: int = 0  # checkpoints for which training stood still.
+    # Of the kept steps, by phase, and in collectives ("waiting")
     within: dict[str, float] = field(default_factory=dict)
-    again: float = 0.0
+    again: float = 0.0  # part of `start` after a failure
     completed: int = 0
 
     @property

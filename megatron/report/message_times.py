@@ -19,19 +19,12 @@ PHASES = ("forward", "recompute", "backward", "update", "exchange")  # in the or
 
 @dataclass(frozen=True)
 class Slowest:
-    """The slowest link and rank.
+    """The slowest link and rank."""
 
-    Attributes:
-        link: ranks of the group with the least bus bandwidth, as text. Empty if no transfer is known.
-        bandwidth: bytes per second of the link.
-        rank: the rank that the others waited for most often, -1 if none.
-        last, of: it came last in `last` of its `of` collectives.
-    """
-
-    link: str = ""
-    bandwidth: float = 0.0
-    rank: int = -1
-    last: int = 0
+    link: str = ""  # ranks of the group with the least bus bandwidth, as text. Empty if no transfer is known.
+    bandwidth: float = 0.0  # bytes per second of the link
+    rank: int = -1  # the rank that the others waited for most often, -1 if none
+    last: int = 0  # last, of: it came last in `last` of its `of` collectives
     of: int = 0
 
 
@@ -55,34 +48,24 @@ def slowest(times: Mapping[int, Durations]) -> Slowest:
 
 
 class StepRow(NamedTuple):
-    """Messages of a kind, with sums over ranks.
-
-    Attributes:
-        bus: bytes per second on the bus, None if unknown.
-        curve: seconds of their transfer by the machine's curve, None without one.
-    """
+    """Messages of a kind, with sums over ranks."""
 
     key: tuple[str, ...]
     duration: Duration
-    bus: float | None
-    curve: float | None
+    bus: float | None  # bytes per second on the bus, None if unknown
+    curve: float | None  # seconds of their transfer by the machine's curve, None without one
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of one step, summed over ranks.
-
-    Attributes:
-        ranks: number of ranks.
-        curves: measured durations of collectives on this machine.
-    """
+    """Times of one step, summed over ranks."""
 
     step: int
-    ranks: int
+    ranks: int  # number of ranks
     durations: Durations
     slowest: Slowest
     hosts: Mapping[int, str] = field(default_factory=dict)
-    curves: tuple[CostCurve, ...] = ()
+    curves: tuple[CostCurve, ...] = ()  # measured durations of collectives on this machine
 
     @classmethod
     def of(
@@ -224,18 +207,12 @@ HEADERS = ("messages", "ms", "exposed", "hidden")
 
 
 class Shares(NamedTuple):
-    """Messages of a kind in a step, as the mean of ranks.
+    """Messages of a kind in a step, as the mean of ranks."""
 
-    Attributes:
-        messages: mean over steps.
-        seconds: from each call to its end, as the median of the steps with such messages, since a machine may delay a
-            single step.
-        exposed: part of these without other work.
-    """
-
-    messages: float
+    messages: float  # mean over steps.
+    # From each call to its end, as the median of the steps with such messages, since a machine may delay a single step
     seconds: float
-    exposed: float
+    exposed: float  # part of these without other work
 
     @property
     def hidden(self) -> float:
@@ -249,16 +226,11 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """The timed steps of a run, without the first one, which also starts things for later ones.
-
-    Attributes:
-        ranks: number of ranks.
-        shares: by phase, group, operation and type.
-    """
+    """The timed steps of a run, without the first one, which also starts things for later ones."""
 
     steps: tuple[int, ...]
-    ranks: int
-    shares: Mapping[tuple[str, ...], Shares]
+    ranks: int  # number of ranks
+    shares: Mapping[tuple[str, ...], Shares]  # by phase, group, operation and type
 
     @classmethod
     def of(cls, run: str, accounts: Mapping[int, RankAccount]) -> TimedSteps:

@@ -32,22 +32,15 @@ PASSES = ("forward", "backward", "reduce")
 
 @dataclass
 class TraceTimes:
-    """Times of one rank's profiled steps.
-
-    Attributes:
-        window: seconds from the first phase to the end of the last one.
-        seconds: by category, with the window as their sum. `host` is time without an operation (on a GPU: a kernel).
-        waiting: seconds in collectives, part of `host` and `communication`, by the beacon. 0 on a GPU.
-        flops: of the matrix products, without recomputed ones.
-        device: whether kernels of a device were counted.
-    """
+    """Times of one rank's profiled steps."""
 
     steps: int = 0
-    window: float = 0.0
+    window: float = 0.0  # seconds from the first phase to the end of the last one.
+    # By category, with the window as their sum. `host` is time without an operation (on a GPU: a kernel).
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
-    waiting: float = 0.0
-    flops: float = 0.0
-    device: bool = False
+    waiting: float = 0.0  # seconds in collectives, part of `host` and `communication`, by the beacon. 0 on a GPU.
+    flops: float = 0.0  # of the matrix products, without recomputed ones
+    device: bool = False  # whether kernels of a device were counted
 
     def __add__(self, other: TraceTimes) -> TraceTimes:
         seconds = {name: own + other.seconds[name] for name, own in self.seconds.items()}

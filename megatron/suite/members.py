@@ -34,13 +34,9 @@ MOST = 10_000  # members of a suite
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a suite.
+    """One run of a suite."""
 
-    Attributes:
-        name: the names of its values, joined by dashes, and the first step of a branch. Also the name of its folder.
-    """
-
-    name: str
+    name: str  # the names of its values, joined by dashes, and the first step of a branch. Also the name of its folder.
     values: Mapping[str, str]  # axis -> name of the value
     folder: Path  # the run's directory
     files: tuple[str, ...]  # its configuration files, later ones winning

@@ -105,14 +105,10 @@ def proposals(prior: Sequence[float], count: int, seed: int, most: float = 15.0)
 
 @dataclass(frozen=True)
 class Regression:
-    """A loss as a linear function of the square roots of weights.
-
-    Attributes:
-        held_out: rank correlation of predicted and measured losses of the runs that the fit did not see, float.
-    """
+    """A loss as a linear function of the square roots of weights."""
 
     factors: np.ndarray
-    held_out: float
+    held_out: float  # rank correlation of predicted and measured losses of the runs that the fit did not see, float
 
     @classmethod
     def of(cls, weights: np.ndarray, losses: np.ndarray, seed: int = 0, held: float = 0.25) -> Regression:

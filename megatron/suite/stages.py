@@ -47,19 +47,13 @@ Tell = Callable[[tuple[str | int, ...], str, str], None]
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage.
-
-    Attributes:
-        words: of its command, as `deepy` gets them.
-        parents: names of the stages that it reads from.
-        files: configuration files, whose contents count. Empty for other commands.
-    """
+    """One stage."""
 
     name: str
     folder: Path
-    words: tuple[str, ...]
-    parents: tuple[str, ...]
-    files: tuple[str, ...]
+    words: tuple[str, ...]  # of its command, as `deepy` gets them
+    parents: tuple[str, ...]  # names of the stages that it reads from
+    files: tuple[str, ...]  # configuration files, whose contents count. Empty for other commands.
 
     @property
     def trains(self) -> bool:

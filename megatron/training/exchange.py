@@ -106,17 +106,11 @@ def report_traffic(config: Config, layout: Layout, rank: int, shared: int = 0) -
 
 @dataclass
 class Meeting:
-    """A message with a step's numbers, which may still be on its way.
+    """A message with a step's numbers, which may still be on its way."""
 
-    Attributes:
-        vector: float64, the sums of a `StepReport`, followed by the shared numbers of all ranks.
-        shares: number of shared numbers per rank.
-        work: handle to wait for, if any.
-    """
-
-    vector: torch.Tensor
-    shares: int = 0
-    work: Any = None
+    vector: torch.Tensor  # float64, the sums of a `StepReport`, followed by the shared numbers of all ranks
+    shares: int = 0  # number of shared numbers per rank
+    work: Any = None  # handle to wait for, if any
 
     def sums(self) -> torch.Tensor:
         if self.work is not None:

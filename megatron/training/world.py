@@ -33,19 +33,12 @@ _KINDS = {START: "start", SETUP: "start", EVALUATE: "evaluation", SAVE: "save", 
 
 @dataclass(frozen=True)
 class WallTime:
-    """The account of one start of a run.
+    """The account of one start of a run."""
 
-    Attributes:
-        beacon: measures the phases of this process.
-        since: time of launch, in seconds since the epoch.
-        before: seconds from then until the beacon was made.
-        attempt: number of earlier starts, which failed.
-    """
-
-    beacon: Beacon
-    since: float = field(default_factory=time.time)
-    before: float = 0.0
-    attempt: int = 0
+    beacon: Beacon  # measures the phases of this process
+    since: float = field(default_factory=time.time)  # time of launch, in seconds since the epoch
+    before: float = 0.0  # seconds from then until the beacon was made
+    attempt: int = 0  # number of earlier starts, which failed
 
     @classmethod
     def of(cls, beacon: Beacon, attempt: int, environment: Mapping[str, str] = os.environ) -> WallTime:
@@ -82,23 +75,15 @@ def _process_age(least: float) -> float:
 
 @dataclass(frozen=True)
 class World:
-    """This process's place.
-
-    Attributes:
-        communicator: over all ranks, for the main thread.
-        background: over all ranks, for the thread that writes checkpoints.
-        beacon: reports the phase of this process.
-        wall_time: the account of this start's time.
-        store: of the rendezvous. None with one rank.
-    """
+    """This process's place."""
 
     device: torch.device
     mesh: Mesh
-    communicator: Communicator
-    background: Communicator
-    beacon: Beacon = field(default_factory=Beacon)
-    wall_time: WallTime | None = None
-    store: dist.Store | None = None
+    communicator: Communicator  # over all ranks, for the main thread
+    background: Communicator  # over all ranks, for the thread that writes checkpoints
+    beacon: Beacon = field(default_factory=Beacon)  # reports the phase of this process
+    wall_time: WallTime | None = None  # the account of this start's time
+    store: dist.Store | None = None  # of the rendezvous. None with one rank.
 
     @property
     def is_main(self) -> bool:

@@ -62,23 +62,16 @@ class Round:
 
 @dataclass(frozen=True)
 class Arena:
-    """Settings that all rounds share.
-
-    Attributes:
-        words: configuration file and overrides.
-        ranks: number of processes, per host where there are several.
-        report: called with a line about each fault.
-        hosts: hosts to try it on, `SPARES` of them spare, as in `tests/chaos/hosts.py`. None: this machine.
-    """
+    """Settings that all rounds share."""
 
     folder: Path
-    words: Sequence[str]
+    words: Sequence[str]  # configuration file and overrides
     config: Config
-    ranks: int
+    ranks: int  # number of processes, per host where there are several
     steps: int
     every: int
-    report: Callable[[str], None]
-    hosts: Any = None
+    report: Callable[[str], None]  # called with a line about each fault
+    hosts: Any = None  # hosts to try it on, `SPARES` of them spare, as in `tests/chaos/hosts.py`. None: this machine.
 
     def job(self, name: str) -> TrialJob:
         words = [*self.words, *overrides(self.steps, self.every)]

@@ -23,21 +23,13 @@ from .job import TrialError, TrialJob
 
 @dataclass(frozen=True)
 class Equality:
-    """Result of a comparison.
+    """Result of a comparison."""
 
-    Attributes:
-        tensors: number of states of tensors that were compared.
-        different: names of the states that are not equal to the last bit.
-        losses: number of losses that were compared.
-        loss: largest relative difference of a loss.
-        weight: largest relative difference (of norms) of a tensor's master weights.
-    """
-
-    tensors: int
-    different: tuple[str, ...]
-    losses: int
-    loss: float
-    weight: float
+    tensors: int  # number of states of tensors that were compared
+    different: tuple[str, ...]  # names of the states that are not equal to the last bit
+    losses: int  # number of losses that were compared
+    loss: float  # largest relative difference of a loss
+    weight: float  # largest relative difference (of norms) of a tensor's master weights
 
     @property
     def bitwise(self) -> bool:

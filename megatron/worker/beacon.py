@@ -61,64 +61,38 @@ _CALLS_AT = tuple(at + _GROUP_NAME.size for at in _GROUPS_AT)
 
 @dataclass(frozen=True)
 class GroupCall:
-    """The last operation of a rank in a process group.
+    """The last operation of a rank in a process group."""
 
-    Attributes:
-        key: the same for all members of the group, and for no other group.
-        name: of the group.
-        members: global ranks as text, see `ranks_of`. Empty where they are too many for the slot.
-        operation, elements: the call, and its elements.
-        number: how many calls there were in this group, this one included.
-        peer: the other rank of a message, or -1 for a collective.
-        new: whether the call at this place of the step before was another one.
-        at: when it was called (`time.monotonic`).
-        inside: whether it has not returned.
-        form: further facts that all members must have in common: "float32", "float32 from rank 0".
-    """
-
-    key: str
-    name: str
-    members: str
-    operation: str
+    key: str  # the same for all members of the group, and for no other group
+    name: str  # of the group
+    members: str  # global ranks as text, see `ranks_of`. Empty where they are too many for the slot.
+    operation: str  # operation, elements: the call, and its elements
     elements: int
-    number: int
-    peer: int
-    new: bool
-    at: float
-    inside: bool
-    form: str = ""
+    number: int  # how many calls there were in this group, this one included
+    peer: int  # the other rank of a message, or -1 for a collective
+    new: bool  # whether the call at this place of the step before was another one
+    at: float  # when it was called (`time.monotonic`)
+    inside: bool  # whether it has not returned
+    form: str = ""  # further facts that all members must have in common: "float32", "float32 from rank 0"
 
 
 @dataclass(frozen=True)
 class RankProgress:
-    """Where a rank is.
+    """Where a rank is."""
 
-    Attributes:
-        pid: of the rank.
-        stacks: whether it answers a signal with its stack.
-        step: number of the update, from 0, or -1 before the first.
-        done: steps since this start of the process.
-        phase: one of `NAMES`.
-        part, parts: micro-batch, or instruction of a pipeline's schedule, from 1, or 0 of 0 where there are none.
-        detail: more, in words.
-        layer: of the model, from 0, that a forward or backward pass has come to. -1 where it is in none, or layers are
-            brief.
-        since: when the phase began (`time.monotonic`).
-        longest: seconds of the longest stay in each phase so far, after the first two steps.
-        calls: by group.
-    """
-
-    pid: int
-    stacks: bool
-    step: int
-    done: int
-    phase: str
+    pid: int  # of the rank
+    stacks: bool  # whether it answers a signal with its stack
+    step: int  # number of the update, from 0, or -1 before the first
+    done: int  # steps since this start of the process
+    phase: str  # one of `NAMES`.
+    # part, parts: micro-batch, or instruction of a pipeline's schedule, from 1, or 0 of 0 where there are none
     part: int
     parts: int
-    detail: str
-    since: float
-    longest: dict[str, float]
-    calls: list[GroupCall]
+    detail: str  # more, in words
+    since: float  # when the phase began (`time.monotonic`)
+    longest: dict[str, float]  # seconds of the longest stay in each phase so far, after the first two steps
+    calls: list[GroupCall]  # by group.
+    # Of the model, from 0, that a forward or backward pass has come to. -1 where it is in none, or layers are brief.
     layer: int = -1
 
 

@@ -24,32 +24,22 @@ class StartError(LaunchError):
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
-    """Where this process stands.
+    """Where this process stands."""
 
-    Attributes:
-        rank, world_size: among all processes.
-        local_rank, local_world_size: among this host's processes.
-        master_address, master_port: where rank 0 listens.
-        starter: "agent", "environment" (torchrun, deepspeed, ...), "slurm", "openmpi", "mpich" or "single".
-        config_sha256: digest of the values of the configuration that this rank has read. Set by `read_job`.
-        config_text: the resolved configuration as a file, with the origin of each value. Set by `read_job`.
-        attempt: how often the run has been started again after a failure.
-        own: the script's own arguments.
-        interface: the network interface towards the other hosts, where it was found out. gloo would take the one
-            of this host's name, which is loopback on many machines.
-    """
-
-    rank: int = 0
+    rank: int = 0  # rank, world_size: among all processes
     world_size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # local_rank, local_world_size: among this host's processes
     local_world_size: int = 1
-    master_address: str = "127.0.0.1"
+    master_address: str = "127.0.0.1"  # master_address, master_port: where rank 0 listens
     master_port: int = 0
+    # "agent", "environment" (torchrun, deepspeed, ...), "slurm", "openmpi", "mpich" or "single"
     starter: str = "single"
-    config_sha256: str = ""
-    config_text: str = ""
-    attempt: int = 0
-    own: tuple[str, ...] = ()
+    config_sha256: str = ""  # digest of the values of the configuration that this rank has read. Set by `read_job`.
+    config_text: str = ""  # the resolved configuration as a file, with the origin of each value. Set by `read_job`.
+    attempt: int = 0  # how often the run has been started again after a failure
+    own: tuple[str, ...] = ()  # the script's own arguments.
+    # The network interface towards the other hosts, where it was found out. gloo would take the one of this host's
+    # name, which is loopback on many machines.
     interface: str | None = None
 
     @property

@@ -112,20 +112,14 @@ class Fragment:
 
 @dataclass(frozen=True)
 class FragmentRectangle:
-    """Elements of the logical matrix, and their position in the fragment.
+    """Elements of the logical matrix, and their position in the fragment."""
 
-    Attributes:
-        row, rows, column, columns: the rectangle, in the logical tensor seen as a matrix.
-        local: index in the fragment of its first element.
-        stride: distance in the fragment from one row of the rectangle to the next.
-    """
-
-    row: int
+    row: int  # row, rows, column, columns: the rectangle, in the logical tensor seen as a matrix
     rows: int
     column: int
     columns: int
-    local: int
-    stride: int
+    local: int  # index in the fragment of its first element
+    stride: int  # distance in the fragment from one row of the rectangle to the next
 
 
 @dataclass(frozen=True)

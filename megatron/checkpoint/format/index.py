@@ -173,21 +173,13 @@ VOCABULARIES = 64  # parsed ones that are cached. Neighbouring ranks share a few
 
 @dataclass
 class _Batch:
-    """Sorted rows.
+    """Sorted rows."""
 
-    Attributes:
-        keys: of each group in the batch, increasing.
-        bounds: first row of each group, then the number of rows.
-        groups: as of an index with only these rows.
-        rows: None if they are in the file ...
-        place: ... from this byte on.
-    """
-
-    keys: np.ndarray
-    bounds: np.ndarray
-    groups: np.ndarray
-    rows: np.ndarray | None
-    place: int = 0
+    keys: np.ndarray  # of each group in the batch, increasing
+    bounds: np.ndarray  # first row of each group, then the number of rows
+    groups: np.ndarray  # as of an index with only these rows
+    rows: np.ndarray | None  # None if they are in the file at `place`
+    place: int = 0  # first byte of the rows in the file
 
 
 class Merged:

@@ -147,20 +147,13 @@ FILE = np.dtype([
 
 @dataclass(frozen=True)
 class IndexSeal:
-    """Checksums and sizes that an index is verified by.
+    """Checksums and sizes that an index is verified by."""
 
-    Attributes:
-        size: bytes of the file.
-        header: checksum of its header.
-        begin, end: bytes of the hash tree's content. The levels follow it.
-        root: of the hash tree.
-    """
-
-    size: int
-    header: str
-    begin: int
+    size: int  # bytes of the file
+    header: str  # checksum of its header
+    begin: int  # begin, end: bytes of the hash tree's content. The levels follow it.
     end: int
-    root: str
+    root: str  # of the hash tree
 
     @classmethod
     def from_dict(cls, values: dict) -> IndexSeal:
@@ -181,15 +174,10 @@ class IndexSeal:
 
 
 class Rows(Protocol):
-    """The rows of an index before they are written.
+    """The rows of an index before they are written."""
 
-    Attributes:
-        vocabulary: tensors and states that the rows refer to.
-        groups: array of `GROUP`, sorted.
-    """
-
-    vocabulary: Vocabulary
-    groups: np.ndarray
+    vocabulary: Vocabulary  # tensors and states that the rows refer to
+    groups: np.ndarray  # array of `GROUP`, sorted
 
     def __len__(self) -> int:
         """Number of rows."""

@@ -53,29 +53,21 @@ class Meta:
     """A run's state except for tensors, as plain JSON values.
 
     There is no state of a random generator: every draw is a function of (seed, step, place).
-
-    Attributes:
-        step: optimizer steps done.
-        config: the resolved configuration's text.
-        layout: the layout that wrote it, for display only.
-        optimizer: the optimizer's state besides tensors (name, steps per group).
-        schedule: state of the learning-rate schedule, if it has any beyond the step.
-        data: position in the data (samples and tokens consumed, hash of the last sample).
-        ledger: position in the run's ledger.
-        versions: of the programs that wrote it.
-        resumable: False for a checkpoint with only weights.
     """
 
-    step: int
-    config: str = ""
-    layout: dict[str, Any] = field(default_factory=dict)
+    step: int  # optimizer steps done
+    config: str = ""  # the resolved configuration's text
+    layout: dict[str, Any] = field(default_factory=dict)  # the layout that wrote it, for display only.
+    # The optimizer's state besides tensors (name, steps per group)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    # State of the learning-rate schedule, if it has any beyond the step
     schedule: dict[str, Any] = field(default_factory=dict)
     loss_scaler: dict[str, Any] = field(default_factory=dict)
+    # Position in the data (samples and tokens consumed, hash of the last sample)
     data: dict[str, Any] = field(default_factory=dict)
-    ledger: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=versions)
-    resumable: bool = True
+    ledger: dict[str, Any] = field(default_factory=dict)  # position in the run's ledger
+    versions: dict[str, str] = field(default_factory=versions)  # of the programs that wrote it
+    resumable: bool = True  # False for a checkpoint with only weights
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property

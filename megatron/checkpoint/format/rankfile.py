@@ -36,19 +36,13 @@ def file_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A written file, with all that is needed to verify it.
-
-    Attributes:
-        header: checksum of the bytes before the first fragment.
-        table: checksum of the table, which has the checksums of the fragments. So every byte is covered.
-        begin, end: bytes of the fragments.
-    """
+    """A written file, with all that is needed to verify it."""
 
     rank: int
     size: int
-    header: str
-    table: str
-    begin: int
+    header: str  # checksum of the bytes before the first fragment
+    table: str  # checksum of the table, which has the checksums of the fragments. So every byte is covered.
+    begin: int  # begin, end: bytes of the fragments
     end: int
 
     @property

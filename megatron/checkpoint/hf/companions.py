@@ -132,21 +132,14 @@ def file_in(folder: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class Companions:
-    """Content of an imported folder except for its weights.
-
-    Attributes:
-        config, generation: the contents of config.json and, if any, of generation_config.json.
-        files: the tokenizer's files -> SHA-256.
-        tokenizer: a run's hash of tokenizer.json, or None.
-        dtype: of most of its weights.
-    """
+    """Content of an imported folder except for its weights."""
 
     folder: str
-    config: dict[str, Any]
+    config: dict[str, Any]  # config, generation: the contents of config.json and, if any, of generation_config.json
     generation: dict[str, Any] | None
-    files: dict[str, str]
-    tokenizer: str | None
-    dtype: str
+    files: dict[str, str]  # the tokenizer's files -> SHA-256
+    tokenizer: str | None  # a run's hash of tokenizer.json, or None
+    dtype: str  # of most of its weights
 
     @classmethod
     def read(cls, folder: Path, section: TokenizerSection, dtype: str) -> Companions:

@@ -309,20 +309,13 @@ ROUNDINGS = 16
 
 @dataclass(frozen=True)
 class Proof:
-    """Comparison of two models and their tokenizers.
+    """Comparison of two models and their tokenizers."""
 
-    Attributes:
-        difference: largest difference of two logits.
-        rounding: largest change of a logit if every weight is rounded once more.
-        same_choice: whether all likeliest next tokens are the same.
-        tokenizer: the tokenizers' difference, "" without one, None without two tokenizers.
-    """
-
-    difference: float
+    difference: float  # largest difference of two logits
     largest: float
-    rounding: float
-    same_choice: bool
-    tokenizer: str | None = None
+    rounding: float  # largest change of a logit if every weight is rounded once more
+    same_choice: bool  # whether all likeliest next tokens are the same
+    tokenizer: str | None = None  # the tokenizers' difference, "" without one, None without two tokenizers
 
     @property
     def relative(self) -> float:

@@ -82,20 +82,13 @@ def merge(name: str, shards: list[Tensor], parallel_residual: bool, log: Log, st
 
 @dataclass(frozen=True)
 class NeoXCheckpoint:
-    """A checkpoint of GPT-NeoX with the configuration of its run.
-
-    Attributes:
-        layers: the weights, by layer and tensor parallel rank.
-        places: position of each tensor, by its Hugging Face name.
-        resolved: our configuration on one rank.
-        theirs: Hugging Face's.
-    """
+    """A checkpoint of GPT-NeoX with the configuration of its run."""
 
     folder: Path
-    layers: dict[int, list[LayerShard]]
-    places: dict[str, Place]
-    resolved: Resolved
-    theirs: PreTrainedConfig
+    layers: dict[int, list[LayerShard]]  # the weights, by layer and tensor parallel rank
+    places: dict[str, Place]  # position of each tensor, by its Hugging Face name
+    resolved: Resolved  # our configuration on one rank
+    theirs: PreTrainedConfig  # Hugging Face's
     log: Log
 
     def whole(self, place: Place, shards: list[Tensor], state: str = WEIGHT) -> Tensor:

@@ -177,21 +177,13 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """An optimizer's states, of all model parallel ranks or of one.
+    """An optimizer's states, of all model parallel ranks or of one."""
 
-    Attributes:
-        parameters: for each parameter, a function per tensor parallel rank that reads a state.
-        states: our names of the states. The masters are the first.
-        step: updates of the optimizer.
-        scaler: of the fp16 loss scale. Empty without one.
-        engine: entries of DeepSpeed's engine and of GPT-NeoX (`iteration`, `global_samples`, ...).
-    """
-
-    parameters: Mapping[Place, list[Read]]
-    states: tuple[str, ...]
-    step: float
-    scaler: dict[str, Any]
-    engine: dict[str, Any]
+    parameters: Mapping[Place, list[Read]]  # for each parameter, a function per tensor parallel rank that reads a state
+    states: tuple[str, ...]  # our names of the states. The masters are the first.
+    step: float  # updates of the optimizer
+    scaler: dict[str, Any]  # of the fp16 loss scale. Empty without one.
+    engine: dict[str, Any]  # entries of DeepSpeed's engine and of GPT-NeoX (`iteration`, `global_samples`, ...)
 
     def shards(self, place: Place, state: str) -> list[Tensor]:
         """One state of a parameter on each tensor parallel rank."""

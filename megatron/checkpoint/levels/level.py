@@ -38,20 +38,13 @@ KEY = "level"  # in `Meta.extra`: the save of a part, and its number of files
 
 @dataclass(frozen=True)
 class HostPart:
-    """A host's part of a save.
-
-    Attributes:
-        save: identifies the save among saves of the step.
-        total: files of all hosts.
-        writers: ranks whose files are here, not verified yet.
-        branch: how often the run had gone back before.
-    """
+    """A host's part of a save."""
 
     step: int
-    save: str
-    total: int
-    writers: tuple[int, ...]
-    branch: int
+    save: str  # identifies the save among saves of the step
+    total: int  # files of all hosts
+    writers: tuple[int, ...]  # ranks whose files are here, not verified yet
+    branch: int  # how often the run had gone back before
 
 
 class Level:

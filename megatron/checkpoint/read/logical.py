@@ -106,23 +106,16 @@ ELEMENTS = 8 << 20  # elements compared at a time, in float64
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Difference of one state of one tensor.
-
-    Attributes:
-        problem: reason why it cannot be compared (only in one of them, another shape), or "".
-        differing: number of elements with other values (NaN equals NaN).
-        largest: largest absolute difference. NaN if only one side is NaN somewhere.
-        relative: norm of the difference over the norm of A (0 if there is no difference).
-    """
+    """Difference of one state of one tensor."""
 
     tensor: str
     state: str
-    problem: str = ""
+    problem: str = ""  # reason why it cannot be compared (only in one of them, another shape), or ""
     dtypes: tuple[str, str] = ("", "")
     elements: int = 0
-    differing: int = 0
-    largest: float = 0.0
-    relative: float = 0.0
+    differing: int = 0  # number of elements with other values (NaN equals NaN)
+    largest: float = 0.0  # largest absolute difference. NaN if only one side is NaN somewhere.
+    relative: float = 0.0  # norm of the difference over the norm of A (0 if there is no difference)
 
     @property
     def equal(self) -> bool:

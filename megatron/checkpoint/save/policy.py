@@ -14,20 +14,15 @@ LOG_SPACED = frozenset([0, *(2**power for power in range(10))])  # 0, 1, 2, 4, .
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """The rules of when to save, from the configuration's `checkpoint` section.
+    """The rules of when to save, from the configuration's `checkpoint` section."""
 
-    Attributes:
-        every, store: save at multiples of these numbers of steps, except step 0. The latter also goes to the store.
-        log_spaced: save at steps 0, 1, 2, 4, ..., 512.
-        auto: save at the interval that follows from the costs of failures and saves.
-    """
-
+    # every, store: save at multiples of these numbers of steps, except step 0. The latter also goes to the store.
     every: int | None = None
     minutes: float | None = None
     steps: frozenset[int] = frozenset()
-    log_spaced: bool = False
+    log_spaced: bool = False  # save at steps 0, 1, 2, 4, ..., 512
     at_end: bool = True
-    auto: bool = False
+    auto: bool = False  # save at the interval that follows from the costs of failures and saves
     store: int | None = None
 
     @classmethod

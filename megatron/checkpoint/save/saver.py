@@ -66,24 +66,15 @@ class Copies:
 
 @dataclass(frozen=True)
 class Saved:
-    """A finished save.
-
-    Attributes:
-        stall: seconds of the training step that it took.
-        seconds: seconds from the call until it was on the disk.
-        deleted: names of older checkpoints that retention removed.
-        uploaded: URL of the copy, if any.
-        upload_problem: why it, or an earlier one, was not copied. The next save tries again.
-        failure: why it was not written. Earlier checkpoints are unchanged.
-    """
+    """A finished save."""
 
     path: Path
-    stall: float
-    seconds: float
-    deleted: list[str]
-    uploaded: str | None = None
-    upload_problem: str | None = None
-    failure: str | None = None
+    stall: float  # seconds of the training step that it took
+    seconds: float  # seconds from the call until it was on the disk
+    deleted: list[str]  # names of older checkpoints that retention removed
+    uploaded: str | None = None  # URL of the copy, if any
+    upload_problem: str | None = None  # why it, or an earlier one, was not copied. The next save tries again.
+    failure: str | None = None  # why it was not written. Earlier checkpoints are unchanged.
 
 
 class HostCopy:

@@ -26,17 +26,12 @@ from ..read.reader import Checkpoint, open_checkpoint
 
 @dataclass(frozen=True)
 class Resume:
-    """The start of a run.
+    """The start of a run."""
 
-    Attributes:
-        checkpoint: the opened checkpoint. None: the run starts from step 0.
-        skipped: newer checkpoints that were skipped, with the reason.
-        reason: one sentence: the choice and its reason.
-    """
-
-    checkpoint: Checkpoint | None
+    checkpoint: Checkpoint | None  # the opened checkpoint. None: the run starts from step 0.
+    # Newer checkpoints that were skipped, with the reason
     skipped: list[tuple[Path, str]] = field(default_factory=list)
-    reason: str = ""
+    reason: str = ""  # one sentence: the choice and its reason
 
 
 NEITHER = "it is neither a checkpoint nor a folder with one: name a run's directory or one of its checkpoints"

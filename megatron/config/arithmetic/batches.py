@@ -22,15 +22,10 @@ from ..file_access import unreadable
 
 @dataclass(frozen=True)
 class Batches:
-    """Batch sizes by step.
+    """Batch sizes by step."""
 
-    Attributes:
-        sizes: samples of a step in each stage.
-        begins: first step of each stage, from 0. The last stage has no end.
-    """
-
-    sizes: tuple[int, ...]
-    begins: tuple[int, ...] = (0,)
+    sizes: tuple[int, ...]  # samples of a step in each stage
+    begins: tuple[int, ...] = (0,)  # first step of each stage, from 0. The last stage has no end.
 
     @cached_property
     def _firsts(self) -> list[int]:

@@ -57,21 +57,13 @@ class ShardError(Exception):
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a stream.
+    """One file of a stream."""
 
-    Attributes:
-        path: local path or URL.
-        name: its path below the stream.
-        size: bytes.
-        tag: hash of samples of a local file, or the store's tag of its content.
-        changed: time of a local file's last change, in ns. 0 in a store.
-    """
-
-    path: str
-    name: str
-    size: int
-    tag: str
-    changed: int = 0
+    path: str  # local path or URL
+    name: str  # its path below the stream
+    size: int  # bytes
+    tag: str  # hash of samples of a local file, or the store's tag of its content
+    changed: int = 0  # time of a local file's last change, in ns. 0 in a store.
 
     @property
     def kind(self) -> str:

@@ -11,19 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 
 @dataclass(frozen=True)
 class FlatDocument:
-    """One file of flat GPT-NeoX keys.
+    """One file of flat GPT-NeoX keys."""
 
-    Attributes:
-        path: the file, as messages name it.
-        values: its keys as written, with dashes or underscores.
-        lines: the line of each key that is known.
-        override: whether its values replace values of other documents, as arguments do.
-    """
-
-    path: str
-    values: dict[str, Any]
-    lines: dict[str, int] = field(default_factory=dict)
-    override: bool = False
+    path: str  # the file, as messages name it
+    values: dict[str, Any]  # its keys as written, with dashes or underscores
+    lines: dict[str, int] = field(default_factory=dict)  # the line of each key that is known
+    override: bool = False  # whether its values replace values of other documents, as arguments do
 
 
 class FlatOrigin(NamedTuple):

@@ -8,17 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a key is refused.
+    """Why a key is refused."""
 
-    Attributes:
-        inert: values that change nothing. null, empty ones and dictionaries with enabled: false never do.
-        rule: what holds here.
-        fix: the advice.
-    """
-
+    # Values that change nothing. null, empty ones and dictionaries with enabled: false never do.
     inert: tuple[Any, ...]
-    rule: str
-    fix: str
+    rule: str  # what holds here
+    fix: str  # the advice
 
     def accepts(self, value: Any) -> bool:
         """Whether `value` changes nothing."""

@@ -20,16 +20,11 @@ class ArgumentError(UserError):
 
 @dataclass(frozen=True)
 class Arguments:
-    """`a.yml b.yml key.path=value ... [--option ...]`, taken apart.
+    """`a.yml b.yml key.path=value ... [--option ...]`, taken apart."""
 
-    Attributes:
-        files: configuration files, in the order in which they are merged.
-        overrides: `key.path=value` words.
-        own: the rest: everything from the first word that begins with a dash. A bare `--` is only the border.
-    """
-
-    files: tuple[str, ...]
-    overrides: tuple[str, ...]
+    files: tuple[str, ...]  # configuration files, in the order in which they are merged
+    overrides: tuple[str, ...]  # `key.path=value` words
+    # The rest: everything from the first word that begins with a dash. A bare `--` is only the border.
     own: tuple[str, ...]
 
 

@@ -12,21 +12,15 @@ from ..tree import drop, get, leaves, put, thaw
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from.
+    """Where a value came from."""
 
-    Attributes:
-        kind: "file", "argument" (a dotted override), "values" (a dictionary in code), "default", "derived", or
-            "start" (known only when the processes start).
-        file, line: for kind "file".
-        text: the argument as typed, or the formula.
-        keys: for kind "derived": the keys that the formula reads.
-    """
-
+    # "file", "argument" (a dotted override), "values" (a dictionary in code), "default", "derived", or "start" (known
+    # only when the processes start)
     kind: Literal["file", "argument", "values", "default", "derived", "start"]
-    file: str | None = None
+    file: str | None = None  # file, line: for kind "file"
     line: int | None = None
-    text: str = ""
-    keys: tuple[str, ...] = ()
+    text: str = ""  # the argument as typed, or the formula
+    keys: tuple[str, ...] = ()  # for kind "derived": the keys that the formula reads
 
     @property
     def given(self) -> bool:
@@ -84,23 +78,15 @@ class Overridden:
 
 @dataclass
 class ConfigSource:
-    """Nested values and the origin of each key.
+    """Nested values and the origin of each key."""
 
-    Attributes:
-        values: nested dictionaries, lists and scalars.
-        places: the origin of each path that has one. Other paths have their parent's.
-        fallback: the origin where there is none.
-        problems: of its text.
-        unread: whether it could not be read at all.
-        resolved: whether it is a resolved file, which has all keys.
-    """
-
-    values: dict[str, Any]
+    values: dict[str, Any]  # nested dictionaries, lists and scalars.
+    # The origin of each path that has one. Other paths have their parent's.
     places: dict[Path, Origin] = field(default_factory=dict)
-    fallback: Origin = VALUES
-    problems: list[Problem] = field(default_factory=list)
-    unread: bool = False
-    resolved: bool = False
+    fallback: Origin = VALUES  # the origin where there is none
+    problems: list[Problem] = field(default_factory=list)  # of its text
+    unread: bool = False  # whether it could not be read at all
+    resolved: bool = False  # whether it is a resolved file, which has all keys
 
     def origin(self, path: Path) -> Origin:
         """Where the value at `path` came from."""

@@ -13,25 +13,16 @@ from megatron.config.section import Section
 
 
 class Removed(NamedTuple):
-    """Why a stage removes a document.
+    """Why a stage removes a document."""
 
-    Attributes:
-        reason: the same text for all documents that are removed for it.
-        detail: what is this document's own, such as a value.
-    """
-
-    reason: str
-    detail: str = ""
+    reason: str  # the same text for all documents that are removed for it
+    detail: str = ""  # what is this document's own, such as a value
 
 
 class Noted(NamedTuple):
-    """A count about a document that a stage keeps.
+    """A count about a document that a stage keeps."""
 
-    Attributes:
-        what: is counted, the same text for all documents.
-    """
-
-    what: str
+    what: str  # is counted, the same text for all documents
     number: int = 1
 
 

@@ -101,17 +101,11 @@ def _message(number: int, value: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template with its values.
+    """A template with its values."""
 
-    Attributes:
-        name: its origin, for the manifest.
-        text: in Jinja.
-        values: texts of the special tokens, and the user's values.
-    """
-
-    name: str
-    text: str
-    values: dict[str, Any] = field(default_factory=dict)
+    name: str  # its origin, for the manifest
+    text: str  # in Jinja
+    values: dict[str, Any] = field(default_factory=dict)  # texts of the special tokens, and the user's values
 
     @property
     def tagged(self) -> bool:
@@ -242,41 +236,27 @@ TRAIN = ("assistant", "last", "all")
 
 @dataclass(frozen=True)
 class ChatTreatment:
-    """How conversations are treated.
+    """How conversations are treated."""
 
-    Attributes:
-        key: Key or column of the messages.
-        train: Which tokens are labels. It is one of TRAIN: the assistant's turns, the last one, or all tokens.
-        append_eod: Add an end-of-document token, which is no label.
-        longest: Omit conversations of more tokens.
-        reward: Key of a number, or of true or false, that rates the conversation.
-    """
-
-    key: str = "messages"
+    key: str = "messages"  # Key or column of the messages.
+    # Which tokens are labels. It is one of TRAIN: the assistant's turns, the last one, or all tokens.
     train: str = "assistant"
-    append_eod: bool = True
-    longest: int | None = None
-    reward: str | None = None
+    append_eod: bool = True  # Add an end-of-document token, which is no label
+    longest: int | None = None  # Omit conversations of more tokens
+    reward: str | None = None  # Key of a number, or of true or false, that rates the conversation
 
 
 @dataclass
 class EncodedChats:
-    """The conversations of a chunk.
+    """The conversations of a chunk."""
 
-    Attributes:
-        tokens, labels: of all conversations back to back. A label is its token or IGNORED.
-        sizes: tokens of each.
-        rewards: of each, if they are read.
-        bad: (line, reason) of records that are no conversation.
-        long: conversations that were omitted for their length.
-    """
-
+    # tokens, labels: of all conversations back to back. A label is its token or IGNORED.
     tokens: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    bad: list[tuple[int, str]] = field(default_factory=list)
-    long: int = 0
+    sizes: list[int] = field(default_factory=list)  # tokens of each
+    rewards: list[float] = field(default_factory=list)  # of each, if they are read
+    bad: list[tuple[int, str]] = field(default_factory=list)  # (line, reason) of records that are no conversation
+    long: int = 0  # conversations that were omitted for their length
 
 
 class ChatEncoder:

@@ -29,19 +29,13 @@ REWARDS = "_rewards.npy"
 
 @dataclass
 class ChatCounts:
-    """Counts of a job's records.
+    """Counts of a job's records."""
 
-    Attributes:
-        conversations, tokens, trained: written, with the number of labels that count.
-        long: omitted for their length.
-        bad: number of records that are no conversation. `examples` has (file, line, reason) of the first.
-    """
-
-    conversations: int = 0
+    conversations: int = 0  # conversations, tokens, trained: written, with the number of labels that count
     tokens: int = 0
     trained: int = 0
-    long: int = 0
-    bad: int = 0
+    long: int = 0  # omitted for their length
+    bad: int = 0  # number of records that are no conversation. `examples` has (file, line, reason) of the first.
     examples: tuple[tuple[str, int, str], ...] = ()
 
 
@@ -49,22 +43,17 @@ class ChatCounts:
 class ChatJob:
     """A job. Conversations are written in the order of the inputs, and the output is the same for any number of
     workers.
-
-    Attributes:
-        output: prefix of the token file. The label file has LABELS behind it.
-        bad: "skip" or "fatal", for bad records.
-        version: of this program, for the manifests.
     """
 
     inputs: list[Input]
-    output: Path
+    output: Path  # prefix of the token file. The label file has LABELS behind it.
     tokenizer: TokenizerSection
     template: ChatTemplate
     treatment: ChatTreatment
     workers: int = 1
-    bad: str = "skip"
+    bad: str = "skip"  # "skip" or "fatal", for bad records
     overwrite: bool = False
-    version: str = ""
+    version: str = ""  # of this program, for the manifests
 
     @property
     def prefixes(self) -> tuple[Path, Path]:

@@ -114,38 +114,23 @@ LITTLE = 12 << 20  # bytes of one worker below which the probes, 4.5 s, are not 
 
 @dataclass(frozen=True)
 class Treatment:
-    """Treatment of texts.
+    """Treatment of texts."""
 
-    Attributes:
-        key: of the text in JSON objects and tables.
-        append_eod: end each document with an end-of-document token.
-        normalise: Unicode normal form ("NFC", ...), or None.
-        strip: remove white space at both ends.
-    """
-
-    key: str = "text"
-    append_eod: bool = True
-    normalise: Literal["NFC", "NFD", "NFKC", "NFKD"] | None = None
-    strip: bool = False
+    key: str = "text"  # of the text in JSON objects and tables
+    append_eod: bool = True  # end each document with an end-of-document token
+    normalise: Literal["NFC", "NFD", "NFKC", "NFKD"] | None = None  # Unicode normal form ("NFC", ...), or None
+    strip: bool = False  # remove white space at both ends
 
 
 @dataclass
 class Encoded:
-    """The encoded documents of a chunk.
+    """The encoded documents of a chunk."""
 
-    Attributes:
-        tokens: ids, document after document.
-        sizes: int32, tokens of each document.
-        origin: origin of each document (ORIGIN).
-        bad: (line, reason) of lines that are no text.
-        empty: number of texts without any token.
-    """
-
-    tokens: np.ndarray
-    sizes: np.ndarray
-    origin: np.ndarray
-    bad: list[tuple[int, str]] = field(default_factory=list)
-    empty: int = 0
+    tokens: np.ndarray  # ids, document after document
+    sizes: np.ndarray  # int32, tokens of each document
+    origin: np.ndarray  # origin of each document (ORIGIN)
+    bad: list[tuple[int, str]] = field(default_factory=list)  # (line, reason) of lines that are no text
+    empty: int = 0  # number of texts without any token
     text_bytes: int = 0
     lines: int = 0
 

@@ -35,17 +35,11 @@ MEMBER = "::"  # between a tar archive and the name of its member
 
 @dataclass(frozen=True)
 class Input:
-    """One input.
+    """One input."""
 
-    Attributes:
-        name: a path, `archive.tar::member`, or the name of a data set.
-        kind: "lines", "array", "table", "text", "dat" or "dataset".
-        options: of a data set, for `datasets.load_dataset`.
-    """
-
-    name: str
-    kind: str
-    options: dict[str, Any] = field(default_factory=dict)
+    name: str  # a path, `archive.tar::member`, or the name of a data set
+    kind: str  # "lines", "array", "table", "text", "dat" or "dataset"
+    options: dict[str, Any] = field(default_factory=dict)  # of a data set, for `datasets.load_dataset`
 
     @property
     def unit(self) -> str:
@@ -78,23 +72,15 @@ class Input:
 
 @dataclass(frozen=True)
 class InputChunk:
-    """A part of an input.
+    """A part of an input."""
 
-    Attributes:
-        input: the input's number.
-        start, end: position, in the input's unit.
-        line: number of its first line or row, from 1.
-        content: bytes of whole lines or of a whole file, or a list of texts.
-        compressed: bytes of the input's file read so far (for progress), 0 if unknown.
-    """
-
-    input: int
+    input: int  # the input's number
     kind: str
-    start: int
+    start: int  # start, end: position, in the input's unit
     end: int
-    line: int
-    content: bytes | list
-    compressed: int = 0
+    line: int  # number of its first line or row, from 1
+    content: bytes | list  # bytes of whole lines or of a whole file, or a list of texts
+    compressed: int = 0  # bytes of the input's file read so far (for progress), 0 if unknown
 
 
 def find_inputs(patterns: list[str], kind: str | None = None, skipped: list[str] | None = None) -> list[Input]:

@@ -124,32 +124,21 @@ EXAMPLES = 20  # bad records that are kept with their line numbers
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """A tokenizing job. Documents are written in the order of the inputs.
-
-    Attributes:
-        output: prefix of the pair.
-        encoder: "auto", "gigatoken" or "tokenizer".
-        bad: "skip" bad records or be "fatal" about them. Both count them.
-        save_every: seconds between two safe states.
-        hash_inputs: put the inputs' SHA-256 into the manifest.
-        version: of this program, for the manifest.
-        identity: of the inputs' contents. Default: their names, sizes and times.
-        at_once: begin with the tokenizer's own encoder while a faster one is checked.
-    """
+    """A tokenizing job. Documents are written in the order of the inputs."""
 
     inputs: list[Input]
-    output: Path
+    output: Path  # prefix of the pair
     tokenizer: TokenizerSection
     treatment: Treatment
     workers: int = 1
-    encoder: str = "auto"
-    bad: str = "skip"
-    save_every: float = 10.0
+    encoder: str = "auto"  # "auto", "gigatoken" or "tokenizer"
+    bad: str = "skip"  # "skip" bad records or be "fatal" about them. Both count them.
+    save_every: float = 10.0  # seconds between two safe states
     overwrite: bool = False
-    hash_inputs: bool = True
-    version: str = ""
-    identity: str = ""
-    at_once: bool = False
+    hash_inputs: bool = True  # put the inputs' SHA-256 into the manifest
+    version: str = ""  # of this program, for the manifest
+    identity: str = ""  # of the inputs' contents. Default: their names, sizes and times.
+    at_once: bool = False  # begin with the tokenizer's own encoder while a faster one is checked
 
     @property
     def prefix(self) -> Path:

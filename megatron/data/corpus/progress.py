@@ -14,18 +14,10 @@ from ..errors import DataError
 
 @dataclass
 class Progress:
-    """The safely written part of a job.
+    """The safely written part of a job."""
 
-    Attributes:
-        key: hash of the settings and inputs. Another job does not resume from here.
-        input, position, line: where reading resumes.
-        examples: the first bad records, as [input, line, reason].
-        per_input: documents and tokens of each input.
-        publishing: everything is written, and only renames are missing.
-    """
-
-    key: str
-    input: int = 0
+    key: str  # hash of the settings and inputs. Another job does not resume from here.
+    input: int = 0  # input, position, line: where reading resumes
     position: int = 0
     line: int = 1
     documents: int = 0
@@ -34,9 +26,9 @@ class Progress:
     empty: int = 0
     largest: int = 0
     bad: int = 0
-    examples: list[list] = field(default_factory=list)
-    per_input: list[list[int]] = field(default_factory=list)
-    publishing: bool = False
+    examples: list[list] = field(default_factory=list)  # the first bad records, as [input, line, reason]
+    per_input: list[list[int]] = field(default_factory=list)  # documents and tokens of each input
+    publishing: bool = False  # everything is written, and only renames are missing
 
     def save(self, path: Path) -> None:
         """Write and fsync it, completely or not at all."""

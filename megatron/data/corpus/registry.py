@@ -75,20 +75,13 @@ class HubCorpus:
 
 @dataclass(frozen=True)
 class Archive:
-    """A file on the web.
+    """A file on the web."""
 
-    Attributes:
-        url: address.
-        member: the file in the zip archive.
-        cuts: names and ends, in bytes, of its customary parts.
-        sha1: of the content, as published.
-    """
-
-    url: str
-    member: str
-    cuts: tuple[tuple[str, int], ...]
+    url: str  # address
+    member: str  # the file in the zip archive
+    cuts: tuple[tuple[str, int], ...]  # names and ends, in bytes, of its customary parts
     about: str
-    sha1: str | None = None
+    sha1: str | None = None  # of the content, as published
 
 
 HUB = {

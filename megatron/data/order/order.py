@@ -115,19 +115,12 @@ class Lookup:
 
 
 class Order(ABC):
-    """The order of one source's samples.
+    """The order of one source's samples."""
 
-    Attributes:
-        length: samples until the order repeats itself or, if `endless`, until its next epoch.
-        endless: whether each pass has a new order. Otherwise sample k is sample k mod length.
-        tokens: tokens of the source in one epoch.
-        description: one line for the user.
-    """
-
-    length: int
-    endless: bool = False
-    tokens: int
-    description: str
+    length: int  # samples until the order repeats itself or, if `endless`, until its next epoch
+    endless: bool = False  # whether each pass has a new order. Otherwise sample k is sample k mod length.
+    tokens: int  # tokens of the source in one epoch
+    description: str  # one line for the user
 
     @abstractmethod
     def spans(self, sample: int) -> list[TokenRange]:

@@ -214,20 +214,14 @@ def scan(
 
 @dataclass(frozen=True)
 class Match:
-    """A document that has n-grams of an example.
-
-    Attributes:
-        found: number of the example's distinct n-grams.
-        start, length: tokens of the document from the first of them to the end of the last.
-        first_step: the first step that reads tokens of one of them, or None.
-    """
+    """A document that has n-grams of an example."""
 
     source: str
     document: int
-    found: int
-    start: int
+    found: int  # number of the example's distinct n-grams
+    start: int  # start, length: tokens of the document from the first of them to the end of the last
     length: int
-    first_step: int | None
+    first_step: int | None  # the first step that reads tokens of one of them, or None
 
     @property
     def order(self) -> tuple[int, float, str, int]:
@@ -237,25 +231,16 @@ class Match:
 
 @dataclass
 class Overlap:
-    """A run's overlap with one example, as numbers of n-gram positions.
-
-    Attributes:
-        ngrams: all. 0 if the example is shorter than n, so that nothing is known of it.
-        found: positions whose n-gram is in the token files.
-        read: positions whose n-gram the run reads.
-        covered: words (or tokens) of `length` that are in a found n-gram.
-        first_step: the first step that reads one, or None.
-        matches: the documents with the most of them.
-    """
+    """A run's overlap with one example, as numbers of n-gram positions."""
 
     name: str
     length: int
-    ngrams: int = 0
-    found: int = 0
-    read: int = 0
-    covered: int = 0
-    first_step: int | None = None
-    matches: list[Match] = field(default_factory=list)
+    ngrams: int = 0  # all. 0 if the example is shorter than n, so that nothing is known of it.
+    found: int = 0  # positions whose n-gram is in the token files
+    read: int = 0  # positions whose n-gram the run reads
+    covered: int = 0  # words (or tokens) of `length` that are in a found n-gram
+    first_step: int | None = None  # the first step that reads one, or None
+    matches: list[Match] = field(default_factory=list)  # the documents with the most of them
 
 
 class OverlapSearch:

@@ -31,13 +31,9 @@ def words(text: str) -> list[str]:
 
 
 class TextUnit(ABC):
-    """A way to turn texts and documents into numbers.
+    """A way to turn texts and documents into numbers."""
 
-    Attributes:
-        largest: the largest number in an example.
-    """
-
-    largest: int
+    largest: int  # the largest number in an example
 
     @abstractmethod
     def example(self, text: str) -> np.ndarray:

@@ -84,15 +84,11 @@ REWARD_KEYS = frozenset({*SIDES, *(f"{side}_labels" for side in SIDES), "margins
 
 
 class RewardPairs(Pairs):
-    """The pairs of `Pairs`. Both values weigh a half. GPT-NeoX's label files have one label in each answer.
-
-    Attributes:
-        margins: one number for each pair, or None.
-    """
+    """The pairs of `Pairs`. Both values weigh a half. GPT-NeoX's label files have one label in each answer."""
 
     keys = REWARD_KEYS
     spare = 1  # the last token of a pair is an input too
-    margins: np.ndarray | None = None
+    margins: np.ndarray | None = None  # one number for each pair, or None
 
     @classmethod
     def build(cls, config: Config, name: str) -> Self:

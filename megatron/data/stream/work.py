@@ -43,15 +43,10 @@ BUFFER = 1 << 20
 
 @dataclass(frozen=True)
 class ShardInput(Input):
-    """A shard of a stream.
+    """A shard of a stream."""
 
-    Attributes:
-        shard: its state when the job began.
-        checked: time when its state was last compared.
-    """
-
-    shard: Shard = Shard("", "", 0, "")
-    checked: Any = None
+    shard: Shard = Shard("", "", 0, "")  # its state when the job began
+    checked: Any = None  # time when its state was last compared
 
     @classmethod
     def of(cls, shard: Shard) -> ShardInput:

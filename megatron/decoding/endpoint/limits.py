@@ -22,23 +22,14 @@ def of_this_machine(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits that a user of `deepy serve` can choose.
+    """Limits that a user of `deepy serve` can choose."""
 
-    Attributes:
-        longest: tokens of a prompt and its continuation.
-        queue: texts of all requests that are unfinished.
-        body: bytes of a request.
-        connections: open at a time.
-        seconds: for an answer.
-        patience: seconds in which a client must send its request, or read a piece of the answer.
-    """
-
-    longest: int
-    queue: int = 512
-    body: int = 2 << 20
-    connections: int = 256
-    seconds: float = 600.0
-    patience: float = 30.0
+    longest: int  # tokens of a prompt and its continuation
+    queue: int = 512  # texts of all requests that are unfinished
+    body: int = 2 << 20  # bytes of a request
+    connections: int = 256  # open at a time
+    seconds: float = 600.0  # for an answer
+    patience: float = 30.0  # seconds in which a client must send its request, or read a piece of the answer
 
 
 class Refusal(Exception):

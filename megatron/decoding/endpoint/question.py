@@ -110,24 +110,18 @@ class ChatBody(Body):
 
 @dataclass(frozen=True)
 class Question:
-    """A client's request.
+    """A client's request."""
 
-    Attributes:
-        requests: of its texts: n for each prompt.
-        logs: whether log-probabilities are asked for.
-        ends: ids that end a text without being a part of it.
-    """
-
-    requests: list[Request]
+    requests: list[Request]  # of its texts: n for each prompt
     chat: bool
     stream: bool
     usage: bool
     echo: bool
-    logs: bool
+    logs: bool  # whether log-probabilities are asked for
     return_ids: bool
     stops: Sequence[str]
     keep_stop: bool
-    ends: frozenset[int]
+    ends: frozenset[int]  # ids that end a text without being a part of it
     prompt_tokens: int
 
 

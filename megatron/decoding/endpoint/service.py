@@ -46,18 +46,13 @@ class News:
 
 @dataclass(eq=False)
 class Text:
-    """A text that a client waits for.
-
-    Attributes:
-        deliver: gets news of it, in the thread of `Service.soon`.
-        sent: its tokens in earlier news.
-    """
+    """A text that a client waits for."""
 
     request: Request
     number: int
-    deliver: Callable[[News], object]
+    deliver: Callable[[News], object]  # gets news of it, in the thread of `Service.soon`
     live: Live | None = None
-    sent: int = 0
+    sent: int = 0  # its tokens in earlier news
 
     def news(self, active: bool) -> News | None:
         """Tokens since the last news. None without any."""

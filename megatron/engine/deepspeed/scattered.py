@@ -31,25 +31,15 @@ FLYING = 2  # buckets on their way, where each has memory of its own
 
 @dataclass
 class Bucket:
-    """One parameter group.
+    """One parameter group."""
 
-    Attributes:
-        parameters: each with its first element in the flat tensor.
-        own: [n / ranks] the sums of this rank's part, fp32.
-        size: n, elements of the flat tensor with its padding.
-        group: the ranks that have the same parameters.
-        flat: [n] this rank's gradients, one behind the other. None before the first one.
-        seen: parameters that have a gradient in `flat`.
-        missing: gradients that are still to come.
-    """
-
-    parameters: dict[nn.Parameter, int]
-    own: Tensor
-    size: int
-    group: Any
-    flat: Tensor | None = None
-    seen: set[nn.Parameter] = field(default_factory=set)
-    missing: int = 0
+    parameters: dict[nn.Parameter, int]  # each with its first element in the flat tensor
+    own: Tensor  # [n / ranks] the sums of this rank's part, fp32
+    size: int  # n, elements of the flat tensor with its padding
+    group: Any  # the ranks that have the same parameters
+    flat: Tensor | None = None  # [n] this rank's gradients, one behind the other. None before the first one.
+    seen: set[nn.Parameter] = field(default_factory=set)  # parameters that have a gradient in `flat`
+    missing: int = 0  # gradients that are still to come
     sent: bool = False
 
     def place(self, parameter: nn.Parameter) -> Tensor:

@@ -17,28 +17,17 @@ from ..arguments import OptionError, Parser, checkpoint_problems
 
 @dataclass(frozen=True)
 class Options:
-    """The sequences and checkpoints to try.
+    """The sequences and checkpoints to try."""
 
-    Attributes:
-        steps: steps of the run whose sequences are tried.
-        context, continuation: tokens that the model is given, and tokens that it is asked for.
-        samples: only the first sequences of each step. None: all.
-        scores: whether sequences that are not extractable get their score too.
-        checkpoint: a step or a path. None: the newest of the run.
-        every: all checkpoints of the run, oldest first.
-        output: folder of the results. None: `memorisation/` in the run's directory.
-        texts: sequences in a micro-batch. None: training.micro_batch_size.
-    """
-
-    steps: range
-    context: int = 32
+    steps: range  # steps of the run whose sequences are tried
+    context: int = 32  # context, continuation: tokens that the model is given, and tokens that it is asked for
     continuation: int = 32
-    samples: int | None = None
-    scores: bool = True
-    checkpoint: str | None = None
-    every: bool = False
-    output: Path | None = None
-    texts: int | None = None
+    samples: int | None = None  # only the first sequences of each step. None: all.
+    scores: bool = True  # whether sequences that are not extractable get their score too
+    checkpoint: str | None = None  # a step or a path. None: the newest of the run.
+    every: bool = False  # all checkpoints of the run, oldest first
+    output: Path | None = None  # folder of the results. None: `memorisation/` in the run's directory.
+    texts: int | None = None  # sequences in a micro-batch. None: training.micro_batch_size.
 
 
 def parser() -> argparse.ArgumentParser:

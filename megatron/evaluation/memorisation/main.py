@@ -47,17 +47,12 @@ from .summary import summary_of
 
 @dataclass(frozen=True)
 class Recital:
-    """A model's recitation of one sequence.
+    """A model's recitation of one sequence."""
 
-    Attributes:
-        extractable: whether its greedy continuation is the sequence's own.
-        score: share of the continuation's right tokens. None if not extractable, and scores were not asked for.
-        log_likelihood: of the sequence's own continuation, in nats.
-    """
-
-    extractable: bool
+    extractable: bool  # whether its greedy continuation is the sequence's own.
+    # Share of the continuation's right tokens. None if not extractable, and scores were not asked for.
     score: float | None
-    log_likelihood: float
+    log_likelihood: float  # of the sequence's own continuation, in nats
 
 
 def recite(scorer: Scorer, rows: Sequence[Row], context: int, *, scores: bool = True) -> list[Recital]:

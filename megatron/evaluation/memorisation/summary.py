@@ -42,22 +42,16 @@ class ResultError(Exception):
 
 @dataclass(frozen=True)
 class RecitationJob:
-    """Facts that results depend on.
-
-    Attributes:
-        checkpoint_step: updates of the model.
-        steps: first, end and every.
-        precision: compute type. Ties between likely tokens may differ in another type.
-    """
+    """Facts that results depend on."""
 
     checkpoint: str
-    checkpoint_step: int
-    steps: tuple[int, int, int]
+    checkpoint_step: int  # updates of the model
+    steps: tuple[int, int, int]  # first, end and every
     samples: int
     context: int
     continuation: int
     scores: bool
-    precision: str
+    precision: str  # compute type. Ties between likely tokens may differ in another type.
 
 
 def begin(folder: Path, job: RecitationJob) -> set[int]:
@@ -205,15 +199,10 @@ def summary_of(folder: Path) -> Summary:
 
 @dataclass(frozen=True)
 class ExtractionForecast:
-    """Prediction of a late (or large) model's extractable set by an early (or small) model's.
+    """Prediction of a late (or large) model's extractable set by an early (or small) model's."""
 
-    Attributes:
-        sequences: number that both were tried on.
-        hits, false_alarms, misses: extractable by both, only by the early one, only by the late one.
-    """
-
-    sequences: int
-    hits: int
+    sequences: int  # number that both were tried on
+    hits: int  # hits, false_alarms, misses: extractable by both, only by the early one, only by the late one
     false_alarms: int
     misses: int
 

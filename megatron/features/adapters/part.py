@@ -315,13 +315,9 @@ def merged(base: Checkpoint, adapters: Checkpoint, layer: str, options: AdapterS
 
 
 class Adapters(EnginePart):
-    """Adapts the layers, and keeps with each checkpoint which weights they belong to.
+    """Adapts the layers, and keeps with each checkpoint which weights they belong to."""
 
-    Attributes:
-        base: hash of the weights under the adapters. None until they were read.
-    """
-
-    base: str | None = None
+    base: str | None = None  # hash of the weights under the adapters. None until they were read.
 
     def module_made(self, engine: BaseEngine, module: nn.Module) -> None:
         if not adapt(module, engine.plan):

@@ -48,19 +48,13 @@ _NAME = re.compile(r"base_model\.model\.(.+?)\.(?:lora_(A|B)\.weight|lora_(magni
 
 @dataclass(frozen=True)
 class Factors:
-    """An adapter of one matrix, or of rows of one.
+    """An adapter of one matrix, or of rows of one."""
 
-    Attributes:
-        source: which of the form's tensors it belongs to, and `first` row there.
-        a, b: [r, K] and [N, r].
-        lengths: [N] of DoRA.
-    """
-
-    source: int
+    source: int  # which of the form's tensors it belongs to, and `first` row there
     first: int
-    a: Tensor
+    a: Tensor  # a, b: [r, K] and [N, r]
     b: Tensor
-    lengths: Tensor | None = None
+    lengths: Tensor | None = None  # [N] of DoRA
 
 
 def carried(

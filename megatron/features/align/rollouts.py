@@ -31,37 +31,27 @@ FOLDER = "rollouts"  # in the run's directory
 
 @dataclass(frozen=True)
 class Rollout:
-    """One text.
+    """One text."""
 
-    Attributes:
-        prompt, completion: ids. The completion has the token that ended it.
-        text: of the completion.
-        ended: whether it ended by itself. Otherwise it has the largest length.
-        sampler, old, reference: log-probabilities of the completion's tokens, as the sampler drew them, by the same
-            weights as `Sampler` scores texts, and by the reference's weights (empty without one).
-        trainer: by the same weights, as a training pass reads texts. Empty where the step trains on these weights, so
-            that its own pass has them. None: as `old`.
-        reward, parts, failure: as the verifier gave them.
-        counts: whether its labels count in the loss.
-        difficulty: of the problem, with a curriculum.
-        experts: of each token and layer as it was read, uint16 in base64, with routing replay.
-    """
-
-    prompt: list[int]
+    prompt: list[int]  # prompt, completion: ids. The completion has the token that ended it.
     completion: list[int]
-    text: str
-    ended: bool
+    text: str  # of the completion
+    ended: bool  # whether it ended by itself. Otherwise it has the largest length.
+    # sampler, old, reference: log-probabilities of the completion's tokens, as the sampler drew them, by the same
+    # weights as `Sampler` scores texts, and by the reference's weights (empty without one)
     sampler: list[float]
     old: list[float] = field(default_factory=list)
     reference: list[float] = field(default_factory=list)
-    reward: float = 0.0
+    reward: float = 0.0  # reward, parts, failure: as the verifier gave them
     parts: Mapping[str, float] = field(default_factory=dict)
     failure: str | None = None
     advantage: float = 0.0
-    counts: bool = True
-    difficulty: int | None = None
+    counts: bool = True  # whether its labels count in the loss
+    difficulty: int | None = None  # of the problem, with a curriculum.
+    # By the same weights, as a training pass reads texts. Empty where the step trains on these weights, so that its own
+    # pass has them. None: as `old`.
     trainer: list[float] | None = None
-    experts: str = ""
+    experts: str = ""  # of each token and layer as it was read, uint16 in base64, with routing replay
 
     def routes(self, width: int) -> np.ndarray:
         """The experts [tokens, width] of all tokens but the last. ValueError where the file has others."""

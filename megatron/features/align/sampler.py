@@ -26,21 +26,13 @@ __all__ = ["Drawn", "Rule", "Sampler"]
 
 @dataclass(frozen=True)
 class Rule:
-    """How tokens are chosen.
+    """How tokens are chosen."""
 
-    Attributes:
-        tokens: the largest number.
-        finished: whether a continuation has ended, from its ids.
-        vocabulary: only ids below it are chosen, and have probability.
-        sampling: by draws of the policy itself, or the likeliest.
-        routes: whether the experts of the tokens that were read are kept.
-    """
-
-    tokens: int
-    finished: Callable[[list[int]], bool]
-    vocabulary: int | None
-    sampling: Sampling = GREEDY
-    routes: bool = False
+    tokens: int  # the largest number
+    finished: Callable[[list[int]], bool]  # whether a continuation has ended, from its ids
+    vocabulary: int | None  # only ids below it are chosen, and have probability
+    sampling: Sampling = GREEDY  # by draws of the policy itself, or the likeliest
+    routes: bool = False  # whether the experts of the tokens that were read are kept
 
     @staticmethod
     def of(seed: int, **more: Any) -> Rule:

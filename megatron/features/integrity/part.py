@@ -108,21 +108,13 @@ class Corruption(RuntimeError):
 
 @dataclass(frozen=True)
 class Suspects:
-    """Ranks that may be at fault.
+    """Ranks that may be at fault."""
 
-    Attributes:
-        ranks: one of them, or all.
-        hosts: of each rank.
-        certain: whether all of them are at fault.
-        found: the check: "comparison" of ranks, "rest" of one rank's own state, or "audit".
-        tensors: affected tensors.
-    """
-
-    ranks: Sequence[int]
-    hosts: Sequence[str]
-    certain: bool
-    found: str
-    tensors: Sequence[str] = ()
+    ranks: Sequence[int]  # one of them, or all
+    hosts: Sequence[str]  # of each rank
+    certain: bool  # whether all of them are at fault
+    found: str  # the check: "comparison" of ranks, "rest" of one rank's own state, or "audit"
+    tensors: Sequence[str] = ()  # affected tensors
 
     def text(self, one: str, more: str, unclear: str) -> str:
         """`rank 3 on node2 {one}`, and the like for several ranks, or for one of several."""
@@ -150,16 +142,11 @@ class Suspects:
 
 @dataclass(frozen=True)
 class StateDifference:
-    """A piece of the state that differs between the ranks that hold it.
+    """A piece of the state that differs between the ranks that hold it."""
 
-    Attributes:
-        code: hash of its name.
-        odd: holders that differ from the majority. All, without a majority.
-    """
-
-    code: int
+    code: int  # hash of its name
     holders: tuple[int, ...]
-    odd: tuple[int, ...]
+    odd: tuple[int, ...]  # holders that differ from the majority. All, without a majority.
 
     @property
     def certain(self) -> bool:

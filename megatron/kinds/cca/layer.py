@@ -41,18 +41,12 @@ from megatron.parallel.layout.shard import Growth, Role, Shard
 
 @dataclass
 class CCAState:
-    """State between pieces of a sequence. Gradients may flow through it.
+    """State between pieces of a sequence. Gradients may flow through it."""
 
-    Attributes:
-        cache: compressed keys and values.
-        query_key: [B, taps, C], the last inputs of the two convolutions.
-        value: [B, 1, delayed channels] of the last token, for the next.
-        documents: int [B, length], document of every token so far (of a chunk, of its own), where there are documents.
-    """
-
-    cache: Keys = field(default_factory=KeyValueCache)
-    query_key: Tensor | None = None
-    value: Tensor | None = None
+    cache: Keys = field(default_factory=KeyValueCache)  # compressed keys and values
+    query_key: Tensor | None = None  # [B, taps, C], the last inputs of the two convolutions
+    value: Tensor | None = None  # [B, 1, delayed channels] of the last token, for the next
+    # Int [B, length], document of every token so far (of a chunk, of its own), where there are documents
     documents: Tensor | None = None
 
     @property

@@ -22,17 +22,12 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True)
 class Form:
-    """How the tensors of the two sides are made of each other. All take the shapes that they write.
-
-    Attributes:
-        any_cut: the rows of theirs are joined, wherever they are cut into tensors.
-        whole: theirs are whole numbers, of an integer type, and ours fp32.
-    """
+    """How the tensors of the two sides are made of each other. All take the shapes that they write."""
 
     to_hf: Callable[[Tensors], Tensors]
     from_hf: Callable[[Tensors], Tensors]
-    any_cut: bool = False
-    whole: bool = False
+    any_cut: bool = False  # the rows of theirs are joined, wherever they are cut into tensors
+    whole: bool = False  # theirs are whole numbers, of an integer type, and ours fp32
 
 
 def one(to_hf: Callable[[Tensor], Tensor], from_hf: Callable[[Tensor], Tensor]) -> Form:

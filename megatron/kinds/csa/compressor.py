@@ -30,19 +30,12 @@ from megatron.parallel.layout.shard import Role
 
 @dataclass(frozen=True)
 class Ends:
-    """The last token of each entry.
+    """The last token of each entry."""
 
-    Attributes:
-        places: int64 [1 or B, E], in the sequence.
-        positions: int64 [1 or B, E], in its document.
-        most: a number above all positions.
-        real: bool [1 or B, E]. Samples may have fewer entries than others. None: all.
-    """
-
-    places: Tensor
-    positions: Tensor
-    most: int
-    real: Tensor | None = None
+    places: Tensor  # int64 [1 or B, E], in the sequence
+    positions: Tensor  # int64 [1 or B, E], in its document
+    most: int  # a number above all positions
+    real: Tensor | None = None  # bool [1 or B, E]. Samples may have fewer entries than others. None: all.
 
     @staticmethod
     def of(rate: int, begin: int, length: int, positions_BS: Tensor | None, device: torch.device) -> Ends:

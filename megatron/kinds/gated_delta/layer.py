@@ -52,18 +52,13 @@ LEAST_RATE = 1e-4  # initial decay rates are no smaller, so that their logarithm
 
 @dataclass
 class GatedDeltaState:
-    """State between pieces of a sequence. Gradients may flow through it.
+    """State between pieces of a sequence. Gradients may flow through it."""
 
-    Attributes:
-        query_key, value: the last taps - 1 inputs of the convolutions, [B, taps - 1, channels].
-        memory: [B, h, K, V], fp32.
-        document: int [B], document of the last token, where there are documents.
-    """
-
+    # query_key, value: the last taps - 1 inputs of the convolutions, [B, taps - 1, channels]
     query_key: Tensor | None = None
     value: Tensor | None = None
-    memory: Tensor | None = None
-    document: Tensor | None = None
+    memory: Tensor | None = None  # [B, h, K, V], fp32
+    document: Tensor | None = None  # int [B], document of the last token, where there are documents
 
 
 class GatedDelta(nn.Module):

@@ -42,15 +42,10 @@ LEAST = 1e-5  # of the layers' factors, which would be 0 in the last one
 
 @dataclass
 class LightningState:
-    """State between pieces of a sequence. Gradients may flow through it.
+    """State between pieces of a sequence. Gradients may flow through it."""
 
-    Attributes:
-        memory: [B, h, D, D], fp32.
-        document: int [B], document of the last token, where there are documents.
-    """
-
-    memory: Tensor | None = None
-    document: Tensor | None = None
+    memory: Tensor | None = None  # [B, h, D, D], fp32
+    document: Tensor | None = None  # int [B], document of the last token, where there are documents
 
 
 class Lightning(nn.Module):

@@ -46,17 +46,11 @@ from .selective_scan import ends, scan_of_mamba_ssm, selective_scan
 
 @dataclass
 class MambaState:
-    """State between pieces of a sequence. Gradients may flow through it.
+    """State between pieces of a sequence. Gradients may flow through it."""
 
-    Attributes:
-        x: the last K - 1 inputs of the convolution, [B, K - 1, d].
-        memory: [B, d, N], fp32.
-        document: int [B], document of the last token, where there are documents.
-    """
-
-    x: Tensor | None = None
-    memory: Tensor | None = None
-    document: Tensor | None = None
+    x: Tensor | None = None  # the last K - 1 inputs of the convolution, [B, K - 1, d]
+    memory: Tensor | None = None  # [B, d, N], fp32
+    document: Tensor | None = None  # int [B], document of the last token, where there are documents
 
 
 class TimeSteps(ColumnLinear):

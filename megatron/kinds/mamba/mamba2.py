@@ -56,18 +56,12 @@ from .ssd import SCANS, ends
 
 @dataclass
 class Mamba2State:
-    """State between pieces of a sequence. Gradients may flow through it.
+    """State between pieces of a sequence. Gradients may flow through it."""
 
-    Attributes:
-        x, bc: the last K - 1 inputs of the convolutions, [B, K - 1, channels].
-        memory: [B, h, P, N], fp32.
-        document: int [B], document of the last token, where there are documents.
-    """
-
-    x: Tensor | None = None
+    x: Tensor | None = None  # x, bc: the last K - 1 inputs of the convolutions, [B, K - 1, channels]
     bc: Tensor | None = None
-    memory: Tensor | None = None
-    document: Tensor | None = None
+    memory: Tensor | None = None  # [B, h, P, N], fp32
+    document: Tensor | None = None  # int [B], document of the last token, where there are documents
 
 
 class Mamba2(nn.Module):

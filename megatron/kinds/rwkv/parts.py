@@ -123,15 +123,10 @@ class Whole(nn.Module):
 
 @dataclass
 class ShiftState:
-    """State between pieces of a sequence. Gradients may flow through it.
+    """State between pieces of a sequence. Gradients may flow through it."""
 
-    Attributes:
-        last: the last token, [B, 1, H].
-        document: int [B], its document, where there are documents.
-    """
-
-    last: Tensor | None = None
-    document: Tensor | None = None
+    last: Tensor | None = None  # the last token, [B, 1, H]
+    document: Tensor | None = None  # int [B], its document, where there are documents
 
     def keep(self, context: ContextGroup, x_BSH: Tensor, stream: Stream) -> None:
         self.last = context.to_first(x_BSH[:, -1:])

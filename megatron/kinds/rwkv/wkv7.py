@@ -37,49 +37,28 @@ WIDEST_HEAD = 256  # channels that the kernels of flash-linear-attention take
 
 
 class ForwardChunks(NamedTuple):
-    """Tensors of the forward pass for all chunks.
+    """Tensors of the forward pass for all chunks."""
 
-    Attributes:
-        left: decays from the middle of the chunk to its begin and to each position, [m, Q + 1, N].
-        between: decays from the middle of a chunk to the middle of the next, or to the end of the last, [m, 1, N].
-        readers: A over R, [m, 2 Q, N].
-        reads: the same, 0 where the state before the chunk is another document's.
-        writers: B over K, [m, 2 Q, N].
-        writes: the same, 0 where the state after the chunk is another document's.
-        scores: of all readers and writers, [m, 2 Q, 2 Q].
-        inverse: of 1 - <A B>, [m, Q, Q].
-        of_state: inverse A, [m, Q, N].
-        written: U over V, [m, 2 Q, N].
-        states: before each chunk, in the middle of its decays, and after the last, [m + B h, N, N].
-    """
-
-    left: Tensor
-    between: Tensor
-    readers: Tensor
-    reads: Tensor
-    writers: Tensor
-    writes: Tensor
-    scores: Tensor
-    inverse: Tensor
-    of_state: Tensor
-    written: Tensor
-    states: Tensor
+    left: Tensor  # decays from the middle of the chunk to its begin and to each position, [m, Q + 1, N]
+    between: Tensor  # decays from the middle of a chunk to the middle of the next, or to the end of the last, [m, 1, N]
+    readers: Tensor  # A over R, [m, 2 Q, N]
+    reads: Tensor  # the same, 0 where the state before the chunk is another document's
+    writers: Tensor  # B over K, [m, 2 Q, N]
+    writes: Tensor  # the same, 0 where the state after the chunk is another document's
+    scores: Tensor  # of all readers and writers, [m, 2 Q, 2 Q]
+    inverse: Tensor  # of 1 - <A B>, [m, Q, Q]
+    of_state: Tensor  # inverse A, [m, Q, N]
+    written: Tensor  # U over V, [m, 2 Q, N]
+    states: Tensor  # before each chunk, in the middle of its decays, and after the last, [m + B h, N, N]
 
 
 class Documents(NamedTuple):
-    """Masks of documents. Without documents only the first is set.
+    """Masks of documents. Without documents only the first is set."""
 
-    Attributes:
-        unseen: writers that a reader does not see, [m or none, 2 Q, 2 Q].
-        begun: readers that see the state before their chunk, [m, 2 Q, 1].
-        ended: writers that the state after the chunk depends on, [m, 2 Q, 1].
-        through: whether the state after a chunk depends on the state before it, [m, 1, 1].
-    """
-
-    unseen: Tensor
-    begun: Tensor | None = None
-    ended: Tensor | None = None
-    through: Tensor | None = None
+    unseen: Tensor  # writers that a reader does not see, [m or none, 2 Q, 2 Q]
+    begun: Tensor | None = None  # readers that see the state before their chunk, [m, 2 Q, 1]
+    ended: Tensor | None = None  # writers that the state after the chunk depends on, [m, 2 Q, 1]
+    through: Tensor | None = None  # whether the state after a chunk depends on the state before it, [m, 1, 1]
 
 
 def in_chunks(x_BShN: Tensor, chunk: int, room: int) -> Tensor:

@@ -34,22 +34,15 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Measure:
-    """What is compared.
+    """What is compared."""
 
-    Attributes:
-        name: in the table and of the key of a host's answer.
-        unit: of a shown rate.
-        size: of that unit.
-        factor: a host is slow that has less than the others' median by this factor. Disks and networks are shared with
-            other work, and vary more.
-        advice: what to do about such a host.
-    """
-
-    name: str
-    unit: str
-    size: float
+    name: str  # in the table and of the key of a host's answer
+    unit: str  # of a shown rate
+    size: float  # of that unit.
+    # A host is slow that has less than the others' median by this factor. Disks and networks are shared with other
+    # work, and vary more.
     factor: float
-    advice: str
+    advice: str  # what to do about such a host
 
 
 MEASURES = (

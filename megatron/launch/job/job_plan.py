@@ -42,23 +42,14 @@ WATCHED = ("train.py", "align.py", "evaluate.py", "extract.py")
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Everything that is known before the first process starts.
+    """Everything that is known before the first process starts."""
 
-    Attributes:
-        script: path of the script.
-        taken: its arguments, the launcher's options added as overrides.
-        resolved: the configuration, resolved for the run's number of ranks.
-        choice: the runner and the hosts.
-        job: of the agents.
-        settings: how the launcher behaves.
-    """
-
-    script: str
-    taken: Arguments
-    resolved: Resolved
-    choice: RunnerChoice
-    job: Specification
-    settings: LauncherSettings
+    script: str  # path of the script
+    taken: Arguments  # its arguments, the launcher's options added as overrides
+    resolved: Resolved  # the configuration, resolved for the run's number of ranks
+    choice: RunnerChoice  # the runner and the hosts
+    job: Specification  # of the agents
+    settings: LauncherSettings  # how the launcher behaves
 
     @property
     def words(self) -> tuple[str, ...]:

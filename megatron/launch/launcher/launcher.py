@@ -41,24 +41,15 @@ FAILURE_GRACE = 5.0  # seconds between the stop and the kill of ranks whose peer
 
 @dataclass(frozen=True)
 class LauncherSettings:
-    """Settings of the launcher. Ranks do not read them.
+    """Settings of the launcher. Ranks do not read them."""
 
-    Attributes:
-        master_address, master_port: None to choose.
-        interface: the network interface for collectives. None to choose.
-        start_timeout: seconds until every host must have answered.
-        check_code: whether every host must have the launcher's source code.
-        hang: the reaction to ranks that hang: "report", "stop" or "off".
-        heartbeat: seconds of an agent's silence after which its host is lost. 0 is never.
-    """
-
-    master_address: str | None = None
+    master_address: str | None = None  # master_address, master_port: None to choose
     master_port: int | None = None
-    interface: str | None = None
-    start_timeout: float = 120.0
-    check_code: bool = True
-    hang: str = "off"
-    heartbeat: float = 0.0
+    interface: str | None = None  # the network interface for collectives. None to choose.
+    start_timeout: float = 120.0  # seconds until every host must have answered
+    check_code: bool = True  # whether every host must have the launcher's source code
+    hang: str = "off"  # the reaction to ranks that hang: "report", "stop" or "off"
+    heartbeat: float = 0.0  # seconds of an agent's silence after which its host is lost. 0 is never.
 
 
 @dataclass

@@ -36,31 +36,20 @@ FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
 
 @dataclass(frozen=True)
 class Failure:
-    """The bad end of a rank, or the loss of a host.
+    """The bad end of a rank, or the loss of a host."""
 
-    Attributes:
-        time: seconds since the epoch, by the launcher's clock, when it failed.
-        host: name of the host.
-        rank: global rank, or None where the host as a whole was lost or could not start.
-        status: exit status as `wait` gives it: negative for a signal.
-        reason: why, where no rank says it.
-        text: the end of the rank's output.
-        since: when it stopped to get on, by the launcher's clock, where that was before it was ended for it (a hang).
-        step: the last one that the rank had begun, from 0. -1 before the first, or None where it has no beacon.
-        shown: whether the console has shown all that the rank said.
-        disagreement: what ranks called differently, where the run failed for that.
-    """
-
-    time: float
-    host: str
-    rank: int | None
-    status: int
-    reason: str = ""
-    text: str = ""
+    time: float  # seconds since the epoch, by the launcher's clock, when it failed
+    host: str  # name of the host
+    rank: int | None  # global rank, or None where the host as a whole was lost or could not start
+    status: int  # exit status as `wait` gives it: negative for a signal
+    reason: str = ""  # why, where no rank says it
+    text: str = ""  # the end of the rank's output.
+    # The last one that the rank had begun, from 0. -1 before the first, or None where it has no beacon.
     step: int | None = None
+    # When it stopped to get on, by the launcher's clock, where that was before it was ended for it (a hang)
     since: float | None = None
-    shown: bool = False
-    disagreement: str = ""
+    shown: bool = False  # whether the console has shown all that the rank said
+    disagreement: str = ""  # what ranks called differently, where the run failed for that
 
 
 def exit_status(status: int) -> int:

@@ -45,20 +45,13 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Rank:
-    """The known facts of a rank.
-
-    Attributes:
-        state: of its process: "running", "waiting", "stopped", "in the disk or the network", "ended", or "silent" where
-            its host does not answer.
-        age: seconds in the phase. limit: seconds that it may take.
-        waiting: the call that it is inside of.
-        calls: operations called so far by the key of their group.
-        stack: of its main thread, where it was asked for.
-    """
+    """The known facts of a rank."""
 
     rank: int
     host: str
     pid: int = 0
+    # Of its process: "running", "waiting", "stopped", "in the disk or the network", "ended", or "silent" where its host
+    # does not answer
     state: str = "running"
     step: int = -1
     phase: str = ""
@@ -66,11 +59,11 @@ class Rank:
     parts: int = 0
     detail: str = ""
     layer: int = -1
-    age: float = 0.0
+    age: float = 0.0  # seconds in the phase. limit: seconds that it may take.
     limit: float = float("inf")
-    waiting: Waiting | None = None
-    calls: dict[str, int] = field(default_factory=dict)
-    stack: str = ""
+    waiting: Waiting | None = None  # the call that it is inside of
+    calls: dict[str, int] = field(default_factory=dict)  # operations called so far by the key of their group
+    stack: str = ""  # of its main thread, where it was asked for
 
     @property
     def late(self) -> bool:
@@ -102,19 +95,14 @@ class Rank:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One sentence about all ranks.
+    """One sentence about all ranks."""
 
-    Attributes:
-        kind: "working", "busy" (some wait for one that is at work), "stopped", "skipped", "mismatch", "deadlock",
-            "network", "silent".
-        culprits: ranks at fault, or that the others wait for.
-        late: whether one of them is over its limit, so that the run hangs.
-    """
-
+    # "working", "busy" (some wait for one that is at work), "stopped", "skipped", "mismatch", "deadlock", "network",
+    # "silent"
     kind: str
-    culprits: tuple[int, ...]
+    culprits: tuple[int, ...]  # ranks at fault, or that the others wait for
     sentence: str
-    late: bool
+    late: bool  # whether one of them is over its limit, so that the run hangs
 
 
 def rank_of(told: dict[str, Any], host: str) -> Rank:

@@ -14,80 +14,50 @@ from . import protocol
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and the devices it gives to the run.
+    """A machine and the devices it gives to the run."""
 
-    Attributes:
-        name: as the runner reaches it.
-        slots: indices of its devices (or plain places, on CPU), one rank each.
-    """
-
-    name: str
-    slots: tuple[int, ...]
+    name: str  # as the runner reaches it
+    slots: tuple[int, ...]  # indices of its devices (or plain places, on CPU), one rank each
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A host's seat in the job, without the names of the other hosts.
+    """A host's seat in the job, without the names of the other hosts."""
 
-    Attributes:
-        index: which of them it is.
-        host: itself.
-        hosts: how many there are.
-        first_rank: the global rank of its first slot.
-        world_size: slots of all hosts together.
-    """
-
-    index: int
-    host: Host
-    hosts: int
-    first_rank: int
-    world_size: int
+    index: int  # which of them it is
+    host: Host  # itself
+    hosts: int  # how many there are
+    first_rank: int  # the global rank of its first slot
+    world_size: int  # slots of all hosts together
 
 
 @dataclass(frozen=True)
 class Specification:
-    """The whole job, the same for every host.
+    """The whole job, the same for every host."""
 
-    Attributes:
-        hosts: all hosts. Their order numbers the ranks. None in a host's message, which has its seat.
-        command: the argument list that every rank executes.
-        directory: folder in which ranks start.
-        environment: variables set for every rank, over what the agent inherits.
-        configuration: the text of the resolved configuration.
-        code: digest of the launcher's source code.
-        logs: folder of the ranks' log files, relative to `directory`.
-        console: "first" (rank 0 speaks, the others write log files) or "all".
-        plain: whether rank 0's output goes to the console as it is, without a prefix.
-        terminal: rows and columns of the launcher's terminal for (stdout, stderr), or None where that is not one.
-        grace: seconds between a stop signal and the kill.
-        heartbeat: seconds of silence after which an agent takes the launcher for lost. 0 is never.
-        device: "auto", "cpu" or "cuda".
-        bind: "none", "numa" or "cores".
-        wrapper: True where the command starts the host's ranks itself (torchrun): one process per host, and
-            RANK, WORLD_SIZE and the like are its business.
-        attempt: 0 for the first start, then counting restarts.
-        watch: the numbers of the section `watch` that limit how long a phase may take.
-        credentials_file: the file with the launcher's address and secret, if the runner needs one.
-    """
-
-    hosts: tuple[Host, ...]
-    command: tuple[str, ...]
-    directory: str
+    hosts: tuple[Host, ...]  # all hosts. Their order numbers the ranks. None in a host's message, which has its seat.
+    command: tuple[str, ...]  # the argument list that every rank executes
+    directory: str  # folder in which ranks start.
+    # Variables set for every rank, over what the agent inherits
     environment: dict[str, str] = field(default_factory=dict)
-    configuration: str = ""
-    code: str = ""
-    logs: str | None = None
-    console: str = "first"
-    plain: bool = False
+    configuration: str = ""  # the text of the resolved configuration
+    code: str = ""  # digest of the launcher's source code
+    logs: str | None = None  # folder of the ranks' log files, relative to `directory`
+    console: str = "first"  # "first" (rank 0 speaks, the others write log files) or "all"
+    plain: bool = False  # whether rank 0's output goes to the console as it is, without a prefix.
+    # Rows and columns of the launcher's terminal for (stdout, stderr), or None where that is not one
     terminal: tuple[tuple[int, int] | None, tuple[int, int] | None] = (None, None)
-    grace: float = 60.0
-    heartbeat: float = 0.0
-    device: str = "auto"
-    bind: str = "none"
+    grace: float = 60.0  # seconds between a stop signal and the kill
+    heartbeat: float = 0.0  # seconds of silence after which an agent takes the launcher for lost. 0 is never.
+    device: str = "auto"  # "auto", "cpu" or "cuda"
+    bind: str = "none"  # "none", "numa" or "cores"
+    # True where the command starts the host's ranks itself (torchrun): one process per host, and RANK, WORLD_SIZE and
+    # the like are its business
     wrapper: bool = False
-    attempt: int = 0
+    attempt: int = 0  # 0 for the first start, then counting restarts.
+    # The numbers of the section `watch` that limit how long a phase may take
     watch: dict[str, float] = field(default_factory=dict)
-    credentials_file: str = ""
+    credentials_file: str = ""  # the file with the launcher's address and secret, if the runner needs one
 
     @cached_property
     def _starts(self) -> list[int]:

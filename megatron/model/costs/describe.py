@@ -26,25 +26,17 @@ class LayerCosts:
 
     A block of a recurrent core has the costs of all its passes, but its parameters once. The head has the modules that
     predict further tokens, which only training runs.
-
-    Attributes:
-        name: prefix of its logical names.
-        kind: "embedding", "head", or the block's pattern.
-        stage: the pipeline stage that holds it.
-        counts: whole costs before recomputation. FLOPs and state are of an evaluation.
-        saved: elements saved per token for the backward pass, with the run's activation checkpointing, in units of the
-            compute type.
-        recomputed: FLOPs per token of the forward pass that run a second time.
-        training_flops: per token, forward and backward, without what is recomputed. The mean over steps.
     """
 
-    name: str
-    kind: str
-    stage: int
-    counts: Counts
+    name: str  # prefix of its logical names
+    kind: str  # "embedding", "head", or the block's pattern
+    stage: int  # the pipeline stage that holds it
+    counts: Counts  # whole costs before recomputation. FLOPs and state are of an evaluation.
+    # Elements saved per token for the backward pass, with the run's activation checkpointing, in units of the compute
+    # type
     saved: int
-    recomputed: int
-    training_flops: float = 0.0
+    recomputed: int  # FLOPs per token of the forward pass that run a second time
+    training_flops: float = 0.0  # per token, forward and backward, without what is recomputed. The mean over steps.
 
 
 def layers(config: Config) -> list[LayerCosts]:
@@ -153,26 +145,17 @@ def layers_table(config: Config) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Totals:
-    """Costs of the whole model.
+    """Costs of the whole model."""
 
-    Attributes:
-        parameters: trainable elements.
-        active_parameters: parameters without the experts that a token does not choose.
-        embedding_parameters: of the token and position embeddings and of an untied head's matrix.
-        forward_flops: per token.
-        training_flops: per token, forward and backward. The backward pass counts as twice the forward pass, without
-            recomputation. A recurrent core has the mean over steps. Model FLOPs utilisation is a share of this.
-        hardware_flops: the same with recomputation.
-        core_flops: of one forward pass through a recurrent core.
-    """
-
-    parameters: int
-    active_parameters: int
-    embedding_parameters: int
-    forward_flops: int
+    parameters: int  # trainable elements
+    active_parameters: int  # parameters without the experts that a token does not choose
+    embedding_parameters: int  # of the token and position embeddings and of an untied head's matrix
+    forward_flops: int  # per token.
+    # Per token, forward and backward. The backward pass counts as twice the forward pass, without recomputation. A
+    # recurrent core has the mean over steps. Model FLOPs utilisation is a share of this.
     training_flops: int
-    hardware_flops: int
-    core_flops: int = 0
+    hardware_flops: int  # the same with recomputation
+    core_flops: int = 0  # of one forward pass through a recurrent core
 
     @property
     def non_embedding_parameters(self) -> int:

@@ -33,37 +33,25 @@ MEAN, MOST, BY_DOCUMENTS = "mean", "most", "by documents"
 
 @dataclass(frozen=True)
 class LayerMessage:
-    """One message of a layer in each micro-batch.
+    """One message of a layer in each micro-batch."""
 
-    Attributes:
-        axis: a field of `Mesh`.
-        operation: as in accounts. `send` and `recv` are between two ranks.
-        elements: of nccl-tests' S.
-        dtype: empty is the type in which layers compute.
-        backward: it is sent in the backward pass.
-        again: whether a recomputation sends it again: always, unless selective recomputation keeps the result, where
-            the backward pass needs a tensor after the layer's last product, or never.
-        shared: name of a value that all layers read. The first layer asks for it, or with a pipeline the first of each
-            block.
-        by_data: how the data change it, empty where they do not. `MEAN`, `MOST`: each rank sends another number of
-            elements, and `elements` is the mean over the group or the maximum. `BY_DOCUMENTS`: it depends on documents.
-            It is exact where they are known, else the maximum.
-        training: it is sent only in training, not by a teacher.
-        split: an all-to-all whose caller gives the size of each rank's part. Tables of algorithms skip it.
-        chunks: of a sequence in chunks, the chunks for which it is sent: each, all but the last, or the last.
-    """
-
-    axis: str
-    operation: str
-    elements: int
-    dtype: str = ""
-    backward: bool = False
+    axis: str  # a field of `Mesh`
+    operation: str  # as in accounts. `send` and `recv` are between two ranks.
+    elements: int  # of nccl-tests' S
+    dtype: str = ""  # empty is the type in which layers compute
+    backward: bool = False  # it is sent in the backward pass.
+    # Whether a recomputation sends it again: always, unless selective recomputation keeps the result, where the
+    # backward pass needs a tensor after the layer's last product, or never
     again: str = ALWAYS
+    # Name of a value that all layers read. The first layer asks for it, or with a pipeline the first of each block.
     shared: str = ""
+    # How the data change it, empty where they do not. `MEAN`, `MOST`: each rank sends another number of elements, and
+    # `elements` is the mean over the group or the maximum. `BY_DOCUMENTS`: it depends on documents. It is exact where
+    # they are known, else the maximum.
     by_data: str = ""
-    split: bool = False
-    training: bool = False
-    chunks: str = EACH
+    split: bool = False  # an all-to-all whose caller gives the size of each rank's part. Tables of algorithms skip it.
+    training: bool = False  # it is sent only in training, not by a teacher
+    chunks: str = EACH  # of a sequence in chunks, the chunks for which it is sent: each, all but the last, or the last
 
     @property
     def kind(self) -> str:
@@ -77,26 +65,16 @@ class LayerMessage:
 
 @dataclass(frozen=True)
 class Around:
-    """Facts for a layer's messages, in addition to its options.
+    """Facts for a layer's messages, in addition to its options."""
 
-    Attributes:
-        mesh: this rank's place, as the layers see it (`Mesh.of_blocks`).
-        context: the ranks that share its sequences.
-        samples: of a micro-batch.
-        length: positions of this rank in each sample, or in a chunk of it.
-        documents: whether documents are kept apart.
-        chunks: number of chunks of a sequence, which layers compute one after the other.
-        known: int [B, S], the documents of the micro-batch's whole samples, where known.
-        memo: values that several layers derive from these.
-    """
-
-    mesh: Mesh
-    context: ContextGroup
-    samples: int
-    length: int
-    documents: bool
-    chunks: int = 1
-    known: Tensor | None = None
+    mesh: Mesh  # this rank's place, as the layers see it (`Mesh.of_blocks`)
+    context: ContextGroup  # the ranks that share its sequences
+    samples: int  # of a micro-batch
+    length: int  # positions of this rank in each sample, or in a chunk of it
+    documents: bool  # whether documents are kept apart
+    chunks: int = 1  # number of chunks of a sequence, which layers compute one after the other
+    known: Tensor | None = None  # int [B, S], the documents of the micro-batch's whole samples, where known.
+    # Values that several layers derive from these
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -147,14 +125,10 @@ def document_starts(around: Around) -> list[LayerMessage]:
 
 @dataclass
 class ExchangeTraffic:
-    """Messages of one micro-batch on the context, data and expert axes.
-
-    Attributes:
-        by_data: of calls that data change. See `LayerMessage`.
-    """
+    """Messages of one micro-batch on the context, data and expert axes."""
 
     messages: Messages = field(default_factory=Messages)
-    by_data: dict[Call, str] = field(default_factory=dict)
+    by_data: dict[Call, str] = field(default_factory=dict)  # of calls that data change. See `LayerMessage`.
 
     def add(self, call: Call, times: int, message: LayerMessage) -> None:
         """`message`, n times."""

@@ -72,15 +72,11 @@ class Leave:
 
 @dataclass(frozen=True)
 class Summed:
-    """A value that every rank uses after a sum. `wide` where it is fp32 in every precision.
-
-    Attributes:
-        again: it is made once more in the backward pass.
-    """
+    """A value that every rank uses after a sum. `wide` where it is fp32 in every precision."""
 
     width: int
     wide: bool = False
-    again: bool = False
+    again: bool = False  # it is made once more in the backward pass
 
 
 @dataclass(frozen=True)
@@ -94,17 +90,13 @@ class Shared:
 
 @dataclass(frozen=True)
 class Across:
-    """A sum over columns: of partial products (forward), of a gradient (backward), or of what a norm needs (both).
-
-    Attributes:
-        operation: all_gather where the columns collect their parts of the width.
-    """
+    """A sum over columns: of partial products (forward), of a gradient (backward), or of what a norm needs (both)."""
 
     width: int
     forward: bool = True
     backward: bool = True
     wide: bool = False
-    operation: str = "all_reduce"
+    operation: str = "all_reduce"  # all_gather where the columns collect their parts of the width
 
 
 Event = Enter | Leave | Summed | Shared | Across
@@ -149,17 +141,11 @@ def norm(options: NormOptions, size: int, partial: bool = True) -> list[Event]:
 
 @dataclass(frozen=True)
 class CallRecorder:
-    """Makes calls of events.
+    """Makes calls of events."""
 
-    Attributes:
-        tensor: the axis.
-        tokens: of a micro-batch.
-        dtype: in which the layers compute.
-    """
-
-    tensor: TensorAxis
-    tokens: int
-    dtype: str
+    tensor: TensorAxis  # the axis
+    tokens: int  # of a micro-batch
+    dtype: str  # in which the layers compute
 
     def calls(self, layer: str, events: Iterable[Event], forward: str = "forward") -> Iterator[tuple[Call, int, int]]:
         """Calls of a forward pass, or of its repetition (`forward="recompute"`)."""

@@ -117,27 +117,18 @@ class Shard:
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A parameter without its layout. Each local parameter has it as `.logical`.
+    """A parameter without its layout. Each local parameter has it as `.logical`."""
 
-    Attributes:
-        name: such as `layers.7.attention.query.weight`.
-        shape: logical shape.
-        role: its purpose.
-        shard: how tensor parallel ranks cut it. None: each holds it whole.
-        keep_fp32: it stays in fp32 in every precision.
-        matrices: sizes, along dim 0, of the matrices fused in it (Muon updates each separately).
-        heads: of projections to heads, for each of `matrices`: "query", "key" or "value", and the rows of a head. Not
-            in checkpoints.
-        scales: factors of its training. Not in checkpoints.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    role: Role
-    shard: Shard | None = None
-    keep_fp32: bool = False
+    name: str  # such as `layers.7.attention.query.weight`
+    shape: tuple[int, ...]  # logical shape
+    role: Role  # its purpose
+    shard: Shard | None = None  # how tensor parallel ranks cut it. None: each holds it whole.
+    keep_fp32: bool = False  # it stays in fp32 in every precision.
+    # sizes, along dim 0, of the matrices fused in it (Muon updates each separately)
     matrices: tuple[int, ...] | None = None
-    scales: Scales = field(default=UNSCALED, compare=False)
+    scales: Scales = field(default=UNSCALED, compare=False)  # factors of its training. Not in checkpoints.
+    # Of projections to heads, for each of `matrices`: "query", "key" or "value", and the rows of a head. Not in
+    # checkpoints.
     heads: tuple[tuple[str, int], ...] | None = field(default=None, compare=False)
 
     @property

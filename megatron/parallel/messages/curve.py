@@ -23,23 +23,14 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broad
 
 @dataclass(frozen=True)
 class CostCurve:
-    """One operation in groups of one kind.
+    """One operation in groups of one kind."""
 
-    Attributes:
-        operation: as in `traffic.Call`.
-        group: the axis whose groups were measured.
-        ranks: of a group.
-        hosts: number of hosts of a group.
-        together: number of groups (of a send, pairs) that worked at the same time.
-        points: as `POINT`, by rising size.
-    """
-
-    operation: str
-    group: str
-    ranks: int
-    hosts: int
-    together: int
-    points: tuple[tuple[int, float, float, float], ...]
+    operation: str  # as in `traffic.Call`
+    group: str  # the axis whose groups were measured
+    ranks: int  # of a group
+    hosts: int  # number of hosts of a group
+    together: int  # number of groups (of a send, pairs) that worked at the same time
+    points: tuple[tuple[int, float, float, float], ...]  # as `POINT`, by rising size
 
     def seconds(self, size: float) -> float:
         """Seconds of one operation of `size` bytes.

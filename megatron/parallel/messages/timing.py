@@ -241,15 +241,10 @@ ROUNDS = 16  # collectives that bound a clock's offset
 
 @dataclass(frozen=True)
 class Offset:
-    """Offset of this rank's clock to that of rank 0.
+    """Offset of this rank's clock to that of rank 0."""
 
-    Attributes:
-        nanoseconds: to subtract from this rank's times.
-        error: bound of its error in nanoseconds.
-    """
-
-    nanoseconds: int = 0
-    error: int = 0
+    nanoseconds: int = 0  # to subtract from this rank's times
+    error: int = 0  # bound of its error in nanoseconds
 
 
 def bounded(starts: Sequence[int], ends: Sequence[int], first: Sequence[int], last: Sequence[int]) -> Offset:

@@ -8,24 +8,16 @@ from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
-    """Sender, group and type of messages.
+    """Sender, group and type of messages."""
 
-    Attributes:
-        phase: forward, recompute, backward, update, exchange (the trainer's sums), or a name of work between steps.
-        layer: `embedding`, `layers.3.attention`, `head`. Empty for messages of no layer, such as sums of gradients.
-        group: tensor, context, data, pipeline, expert, expert_data, world, or axes joined by `+`. An algorithm in
-            levels also has `data/inside` (ranks of a host) and `data/between` (a rank of each host).
-        ranks: of the group. 2 for sends between a pair.
-        operation: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, send, recv, barrier, ...
-        dtype: fp32, bf16, ...
-    """
-
-    phase: str
-    layer: str
+    phase: str  # forward, recompute, backward, update, exchange (the trainer's sums), or a name of work between steps
+    layer: str  # `embedding`, `layers.3.attention`, `head`. Empty for messages of no layer, such as sums of gradients.
+    # tensor, context, data, pipeline, expert, expert_data, world, or axes joined by `+`. An algorithm in levels also
+    # has `data/inside` (ranks of a host) and `data/between` (a rank of each host).
     group: str
-    ranks: int
-    operation: str
-    dtype: str
+    ranks: int  # of the group. 2 for sends between a pair.
+    operation: str  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, send, recv, barrier, ...
+    dtype: str  # fp32, bf16, ...
 
 
 # Bytes of a number, by the names of types in accounts.
@@ -170,40 +162,25 @@ def crossing_bytes(operation: str, ranks: Sequence[int], hosts: Sequence[Hashabl
 
 
 class MessageKind(NamedTuple):
-    """Messages that are summed.
+    """Messages that are summed."""
 
-    Attributes:
-        phase, group, operation, dtype: as in `traffic.Call`.
-        members: ranks of the group, or sender and receiver, as text: "0 2 4".
-    """
-
-    phase: str
+    phase: str  # phase, group, operation, dtype: as in `traffic.Call`
     group: str
-    members: str
+    members: str  # ranks of the group, or sender and receiver, as text: "0 2 4"
     operation: str
     dtype: str
 
 
 class Duration(NamedTuple):
-    """Sums over messages of a rank.
+    """Sums over messages of a rank."""
 
-    Attributes:
-        messages: number of timed messages. Each sum is over all of them, except `waiting`.
-        bytes: nccl-tests' S.
-        seconds: from each call to its end.
-        exposed: seconds that computation did not hide.
-        waiting: seconds until the last rank started the message. 0 where unknown.
-        split: messages with known `waiting`.
-        last: messages that this rank started last.
-    """
-
-    messages: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    exposed: float = 0.0
-    waiting: float = 0.0
-    split: int = 0
-    last: int = 0
+    messages: int = 0  # number of timed messages. Each sum is over all of them, except `waiting`.
+    bytes: int = 0  # nccl-tests' S
+    seconds: float = 0.0  # from each call to its end
+    exposed: float = 0.0  # seconds that computation did not hide
+    waiting: float = 0.0  # seconds until the last rank started the message. 0 where unknown.
+    split: int = 0  # messages with known `waiting`
+    last: int = 0  # messages that this rank started last
 
     @property
     def transfer(self) -> float:

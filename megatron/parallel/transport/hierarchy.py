@@ -54,20 +54,14 @@ def places_by_host(ranks: Sequence[int], hosts: Sequence[Hashable]) -> tuple[tup
 
 @dataclass(frozen=True)
 class HostGrid:
-    """A group from the place of this rank.
+    """A group from the place of this rank."""
 
-    Attributes:
-        inside: ranks of its host.
-        between: the ranks at its place of every host.
-        order: [l n] the group's places, by place in a host and then by host. None where ranks are numbered host by
-            host, so that a transposition does.
-        outer: grid of the ranks of `between` with three levels, else None.
-    """
-
-    inside: Axis
-    between: Axis
+    inside: Axis  # ranks of its host
+    between: Axis  # the ranks at its place of every host.
+    # [l n] the group's places, by place in a host and then by host. None where ranks are numbered host by host, so that
+    # a transposition does.
     order: Tensor | None
-    outer: HostGrid | None = None
+    outer: HostGrid | None = None  # grid of the ranks of `between` with three levels, else None
 
     @classmethod
     def build(

@@ -115,36 +115,24 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Way:
-    """The algorithms of a group.
+    """The algorithms of a group."""
 
-    Attributes:
-        hosts, ranks: numbers of hosts and of ranks.
-        grid: for algorithms in levels. None where the table has none for the group.
-        pairs: for three levels. None where the group has no pairs, and `grid` replaces it.
-        others: groups of the same ranks, by the name of another backend. The groups are None in a description.
-        join_below: all-gathers of fewer bytes that are waited for later are joined.
-    """
-
-    hosts: int
+    hosts: int  # hosts, ranks: numbers of hosts and of ranks
     ranks: int
-    grid: HostGrid | None
-    pairs: HostGrid | None
+    grid: HostGrid | None  # for algorithms in levels. None where the table has none for the group.
+    pairs: HostGrid | None  # for three levels. None where the group has no pairs, and `grid` replaces it.
+    # Groups of the same ranks, by the name of another backend. The groups are None in a description.
     others: dict[str, ProcessGroup | None]
-    join_below: int = 0
+    join_below: int = 0  # all-gathers of fewer bytes that are waited for later are joined
 
 
 @dataclass(frozen=True)
 class Routes:
-    """The algorithms of a job, equal on all ranks.
+    """The algorithms of a job, equal on all ranks."""
 
-    Attributes:
-        table: of the choices.
-        hosts: name of the host of each rank of the job.
-        pairs: name of the pair of each rank of the job, which has the fastest link. May be empty.
-    """
-
-    table: AlgorithmTable
-    hosts: Sequence[Hashable]
+    table: AlgorithmTable  # of the choices
+    hosts: Sequence[Hashable]  # name of the host of each rank of the job.
+    # Name of the pair of each rank of the job, which has the fastest link. May be empty.
     pairs: Sequence[Hashable] = ()
 
     def way(self, ranks: tuple[int, ...], rank: int, make: MakeGroup) -> Way | None:

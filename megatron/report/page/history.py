@@ -35,26 +35,17 @@ class Series:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A run's files, as far as they exist.
+    """A run's files, as far as they exist."""
 
-    Attributes:
-        name: unique name of the run on the page.
-        training: training records in order of their steps.
-        validation, tasks: set or task -> metric -> values.
-        abandoned: training losses that a later start replaced, a series per rollback.
-        events: lines of the ledger, without batch hashes.
-        described: its configuration with origins. None without config.yml.
-    """
-
-    name: str
+    name: str  # unique name of the run on the page
     folder: Path
-    training: list[Record]
-    validation: dict[str, dict[str, Series]]
+    training: list[Record]  # training records in order of their steps
+    validation: dict[str, dict[str, Series]]  # validation, tasks: set or task -> metric -> values
     tasks: dict[str, dict[str, Series]]
-    abandoned: list[Series]
-    events: list[Record]
+    abandoned: list[Series]  # training losses that a later start replaced, a series per rollback
+    events: list[Record]  # lines of the ledger, without batch hashes
     samples: list[Record]
-    described: Described | None
+    described: Described | None  # its configuration with origins. None without config.yml.
 
     @classmethod
     def read(cls, folder: Path, name: str) -> RunHistory:

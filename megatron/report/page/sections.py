@@ -343,14 +343,10 @@ WINDOWS = 100
 
 @dataclass(frozen=True)
 class Composition:
-    """Shares of the samples by source in windows of steps, each given by its end.
-
-    Attributes:
-        parts: source -> its share in each window. The shares of a window sum to 1.
-    """
+    """Shares of the samples by source in windows of steps, each given by its end."""
 
     steps: list[int]
-    parts: dict[str, list[float]]
+    parts: dict[str, list[float]]  # source -> its share in each window. The shares of a window sum to 1.
 
 
 def composition(run: RunHistory) -> Composition | str:

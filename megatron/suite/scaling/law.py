@@ -90,12 +90,9 @@ class _Problem:
     """The objective as a function of five numbers (e, a, b, alpha, beta).
 
     They are the logarithms of the law's three terms at the mean log N and log D, and the exponents.
-
-    Attributes:
-        x, y: log N and log D [n], less their means.
     """
 
-    x: np.ndarray
+    x: np.ndarray  # x, y: log N and log D [n], less their means
     y: np.ndarray
     z: np.ndarray  # log L [n]
     means: tuple[float, float]
@@ -146,15 +143,11 @@ LEAST_SIZES = 4  # runs of a profile: one more than a parabola has numbers
 
 @dataclass(frozen=True)
 class IsoFlopProfile:
-    """The losses of several sizes with one budget.
-
-    Attributes:
-        parameters, tokens, loss: float64 [n].
-    """
+    """The losses of several sizes with one budget."""
 
     flops: float  # the budget
     runs: tuple[str, ...]  # names of the runs that have it
-    parameters: np.ndarray
+    parameters: np.ndarray  # parameters, tokens, loss: float64 [n]
     tokens: np.ndarray
     loss: np.ndarray
     parabola: tuple[float, float, float]  # L = parabola[0] * log(N)^2 + parabola[1] * log(N) + parabola[2]

@@ -25,14 +25,10 @@ FLOPS_OF_A_TOKEN = 6  # and parameter, forward and backward, where nothing bette
 
 @dataclass(frozen=True)
 class Points:
-    """One loss after another, several of one run where its curve has them.
-
-    Attributes:
-        parameters, tokens, flops: float64 [n]. FLOPs are of all tokens, forward and backward.
-    """
+    """One loss after another, several of one run where its curve has them."""
 
     runs: tuple[str, ...]  # the run of each point
-    parameters: np.ndarray
+    parameters: np.ndarray  # parameters, tokens, flops: float64 [n]. FLOPs are of all tokens, forward and backward.
     tokens: np.ndarray
     flops: np.ndarray
     loss: np.ndarray  # float64 [n], nats per token, above 0

@@ -52,15 +52,11 @@ AGAIN = 100  # timed steps between two comparisons of clocks
 
 @dataclass(frozen=True)
 class StepMessages:
-    """A step's messages, in nanoseconds of rank 0's clock.
-
-    Attributes:
-        spans: (phase, begin, end).
-    """
+    """A step's messages, in nanoseconds of rank 0's clock."""
 
     step: int
     messages: list[Timed]
-    spans: list[tuple[str, int, int]]
+    spans: list[tuple[str, int, int]]  # (phase, begin, end)
 
     def durations(self) -> Durations:
         found = Durations()

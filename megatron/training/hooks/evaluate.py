@@ -173,17 +173,11 @@ def _double(number: torch.Tensor | float) -> torch.Tensor | float:
 
 @dataclass(frozen=True)
 class Measures:
-    """Measures of a set in addition to its loss.
+    """Measures of a set in addition to its loss."""
 
-    Attributes:
-        sizes: bytes of each id's text, float64 [V]. None if unknown.
-        counts_bytes: whether this rank counts them: one rank of each data parallel index.
-        breakdown: losses by parts.
-    """
-
-    sizes: torch.Tensor | None = None
-    counts_bytes: bool = False
-    breakdown: Breakdown | None = None
+    sizes: torch.Tensor | None = None  # bytes of each id's text, float64 [V]. None if unknown.
+    counts_bytes: bool = False  # whether this rank counts them: one rank of each data parallel index
+    breakdown: Breakdown | None = None  # losses by parts
 
     def size(self, batch: StepBatch) -> float:
         """Bytes of this rank's labels, times their weights."""

@@ -36,21 +36,14 @@ def parts_of(seconds: Sequence[float]) -> list[float]:
 
 @dataclass
 class Slow:
-    """A rank that is slow, or was.
-
-    Attributes:
-        since, until: steps between which it was slow. `until` is None while it is.
-        others: largest ratio to the median of the others of its pipeline stage.
-        past: largest ratio to its own best.
-        part: the one of `PARTS` with the largest loss.
-    """
+    """A rank that is slow, or was."""
 
     rank: int
-    since: int
+    since: int  # since, until: steps between which it was slow. `until` is None while it is.
     until: int | None
-    others: float
-    past: float
-    part: str
+    others: float  # largest ratio to the median of the others of its pipeline stage
+    past: float  # largest ratio to its own best
+    part: str  # the one of `PARTS` with the largest loss
 
 
 class Comparison:

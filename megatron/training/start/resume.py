@@ -46,13 +46,10 @@ class Divergence:
 
     The newest checkpoint may be intact, but of a run that was already lost: finite weights far from their range.
     Resuming from it would fail again with each restart.
-
-    Attributes:
-        starts: completed updates that each began from, the latest last.
     """
 
     step: int
-    starts: tuple[int, ...]
+    starts: tuple[int, ...]  # completed updates that each began from, the latest last
     error: str
 
 
@@ -93,19 +90,12 @@ REWARD = "reward.weight"  # the head of a reward model
 
 @dataclass(frozen=True)
 class StartPoint:
-    """Start of a run. Both checkpoints are None for a new run.
+    """Start of a run. Both checkpoints are None for a new run."""
 
-    Attributes:
-        checkpoint: to be resumed, opened and verified.
-        weights: a checkpoint for its weights only, likewise.
-        facts: for the ledger.
-        left_out: batches that the run skips.
-    """
-
-    checkpoint: Checkpoint | None = None
-    weights: Checkpoint | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    left_out: LeftOut = LeftOut()
+    checkpoint: Checkpoint | None = None  # to be resumed, opened and verified
+    weights: Checkpoint | None = None  # a checkpoint for its weights only, likewise
+    facts: dict[str, Any] = field(default_factory=dict)  # for the ledger
+    left_out: LeftOut = LeftOut()  # batches that the run skips
 
     @property
     def new(self) -> bool:

@@ -133,16 +133,11 @@ class Kept:
 
 @dataclass(frozen=True)
 class ChunkSource:
-    """Keys of a chunk's queries, in the place of a `Ring`.
-
-    Attributes:
-        place: the chunk's number.
-        runs: of the keys of each chunk, and of the queries of this one.
-    """
+    """Keys of a chunk's queries, in the place of a `Ring`."""
 
     kept: Kept
-    place: int
-    runs: Sequence[tuple[TokenRun, ...]]
+    place: int  # the chunk's number
+    runs: Sequence[tuple[TokenRun, ...]]  # of the keys of each chunk, and of the queries of this one
     masks: Masks
 
     @classmethod
@@ -189,17 +184,11 @@ class Terms:
 
 @dataclass
 class ChunkedKeys:
-    """State of a layer that attends, between the chunks of a sequence.
+    """State of a layer that attends, between the chunks of a sequence."""
 
-    Attributes:
-        kept: shared by all chunks.
-        length: tokens of the sequence so far.
-        after: orders the gradients of the chunks (see `attend_to`).
-    """
-
-    kept: Kept = field(default_factory=Kept)
-    length: int = 0
-    after: Tensor | None = None
+    kept: Kept = field(default_factory=Kept)  # shared by all chunks
+    length: int = 0  # tokens of the sequence so far
+    after: Tensor | None = None  # orders the gradients of the chunks (see `attend_to`)
 
     def attend(
         self,

@@ -120,16 +120,11 @@ class Loki:
     """Loki (Singhania et al. 2024): keys are chosen by their first principal components, and then read whole.
 
     Keys are kept in the basis of their principal components, which changes no product of a query and a key.
-
-    Attributes:
-        basis: [m, D, D], components as columns.
-        rank: components by which keys are chosen.
-        keys: number of places that are read, or below 1 (or as 1.0) their share of the places in whole pages.
     """
 
-    basis: Tensor
-    rank: int
-    keys: float | int
+    basis: Tensor  # [m, D, D], components as columns
+    rank: int  # components by which keys are chosen
+    keys: float | int  # number of places that are read, or below 1 (or as 1.0) their share of the places in whole pages
     reads: Reads = field(default_factory=Reads)
 
     def turned(self, x_TnD: Tensor) -> Tensor:
@@ -186,17 +181,13 @@ class Sift:
     The `quantile` of a head's probabilities is noted at each of the first `warmup` tokens after a prompt, with full
     attention. Later the threshold is a * step^-b, by least squares of the logarithms. The likeliest and the newest
     place are always read. All keys are read.
-
-    Attributes:
-        renormalise: whether the probabilities that are read are divided by their sum.
-        noted: the quantiles, [slots, m, g, warmup] in fp64.
     """
 
     quantile: float
     warmup: int
-    renormalise: bool = True
+    renormalise: bool = True  # whether the probabilities that are read are divided by their sum
     reads: Reads = field(default_factory=Reads)
-    noted: Tensor | None = None
+    noted: Tensor | None = None  # the quantiles, [slots, m, g, warmup] in fp64
 
     def turned(self, x_TnD: Tensor) -> Tensor:
         return x_TnD

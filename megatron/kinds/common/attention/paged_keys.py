@@ -31,51 +31,33 @@ PADDED = 32  # tokens of a pass are a multiple of this, so that no vector of a k
 
 @dataclass(frozen=True)
 class Token:
-    """One token of a pass.
+    """One token of a pass."""
 
-    Attributes:
-        id, position: of the token in its text.
-        table: pages of its text, by their numbers in the pool.
-        slot: place of the text in the states of recurrences.
-        step: number of the token after its prompt, from 1. 0 in the prompt.
-    """
-
-    id: int
+    id: int  # id, position: of the token in its text
     position: int
-    table: Sequence[int]
-    slot: int
-    step: int = 0
+    table: Sequence[int]  # pages of its text, by their numbers in the pool
+    slot: int  # place of the text in the states of recurrences
+    step: int = 0  # number of the token after its prompt, from 1. 0 in the prompt.
 
 
 @dataclass(frozen=True)
 class TileGroup:
-    """Tiles that read equally many pages, with equally many rows.
+    """Tiles that read equally many pages, with equally many rows."""
 
-    Attributes:
-        rows: int64 [G, M], numbers of tokens in the pass. Padding has 0.
-        places: int64 [G, M], their positions.
-        pages: int64 [G, pages].
-        real: int64 [R], which of the G M rows are no padding, and `targets` [R] their tokens.
-    """
-
-    rows: Tensor
-    places: Tensor
-    pages: Tensor
-    real: Tensor
+    rows: Tensor  # int64 [G, M], numbers of tokens in the pass. Padding has 0.
+    places: Tensor  # int64 [G, M], their positions
+    pages: Tensor  # int64 [G, pages]
+    real: Tensor  # int64 [R], which of the G M rows are no padding, and `targets` [R] their tokens
     targets: Tensor
 
 
 @dataclass
 class Pass:
-    """The tokens that are read together, on the device, padded.
-
-    Attributes:
-        turns: number of turns in which recurrences read it, at least: that of the rank with most of them.
-    """
+    """The tokens that are read together, on the device, padded."""
 
     tokens: Sequence[Token]
     device: torch.device | str
-    turns: int = 0
+    turns: int = 0  # number of turns in which recurrences read it, at least: that of the rank with most of them
     memo: dict[Hashable, Any] = field(default_factory=dict)
 
     @cached_property
@@ -188,17 +170,12 @@ class PagedKeys:
     """State of a layer that attends: its keys and values of all texts, [pages, m, PAGE, D or E].
 
     Memory grows by doubling, up to the last page that texts have had.
-
-    Attributes:
-        pages: of the pool.
-        reading: how keys of tokens after prompts are read. None is full attention.
-        unit: tokens that share a place of a page. It divides `PAGE`.
     """
 
     current: Current
-    pages: int
-    reading: Reading | None = None
-    unit: int = 1
+    pages: int  # of the pool
+    reading: Reading | None = None  # how keys of tokens after prompts are read. None is full attention.
+    unit: int = 1  # tokens that share a place of a page. It divides `PAGE`.
     keys: Tensor | None = None
     values: Tensor | None = None
 

@@ -12,23 +12,15 @@ from megatron.config.sections.model import FusedAttentionOptions
 
 @dataclass(frozen=True)
 class Pattern:
-    """Masks in addition to causality, and changes of the logits.
+    """Masks in addition to causality, and changes of the logits."""
 
-    Attributes:
-        window: a token sees itself and the window - 1 before it.
-        softcap: logits c become softcap * tanh(c / softcap).
-        slopes: ALiBi slope of each local query head. The logit of key k at query q gets slope * (k - q).
-        scale: multiplier of query-key products.
-        flash: see `model.fused_attention`.
-        most_documents: of a sample for `varlen`, on average over a micro-batch. None without `varlen`.
-    """
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
+    scale: float  # multiplier of query-key products
+    window: int | None = None  # a token sees itself and the window - 1 before it
+    softcap: float | None = None  # logits c become softcap * tanh(c / softcap).
+    # ALiBi slope of each local query head. The logit of key k at query q gets slope * (k - q).
     slopes: tuple[float, ...] | None = None
-    flash: str = "auto"
-    most_documents: int | None = None
+    flash: str = "auto"  # see `model.fused_attention`
+    most_documents: int | None = None  # of a sample for `varlen`, on average over a micro-batch. None without `varlen`.
 
     def computed_by(self, options: FusedAttentionOptions) -> Pattern:
         """The same, on a GPU by these kernels."""
@@ -38,20 +30,13 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Dropped:
-    """Dropout of probabilities, drawn by key.
+    """Dropout of probabilities, drawn by key."""
 
-    Attributes:
-        rate: share of dropped probabilities.
-        key: of the draws, from `site_key`.
-        samples_B: int64 [B], global sample numbers.
-        first_head: number of the first query head in the model.
-        length: positions of the whole sequence. None where the keys are all of them. The keys are its first ones.
-    """
-
-    rate: float
-    key: int
-    samples_B: Tensor
-    first_head: int = 0
+    rate: float  # share of dropped probabilities
+    key: int  # of the draws, from `site_key`
+    samples_B: Tensor  # int64 [B], global sample numbers
+    first_head: int = 0  # number of the first query head in the model.
+    # Positions of the whole sequence. None where the keys are all of them. The keys are its first ones.
     length: int | None = None
 
 

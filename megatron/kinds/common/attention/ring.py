@@ -85,23 +85,14 @@ def pieces_of(run: TokenRun, whole: int) -> tuple[TokenRun, ...]:
 
 @dataclass(frozen=True)
 class Ring:
-    """One rank's place in a ring, and which member reads whose keys.
+    """One rank's place in a ring, and which member reads whose keys."""
 
-    Attributes:
-        context: the ranks that share the sequence.
-        members: the ranks of the ring, in its order.
-        place: the place of this rank.
-        runs: of each member's tokens.
-        masks: of the rectangles.
-        hops: number of ranks that each member's keys pass.
-    """
-
-    context: ContextGroup
-    members: tuple[int, ...]
-    place: int
-    runs: tuple[tuple[TokenRun, ...], ...]
-    masks: Masks
-    hops: tuple[int, ...]
+    context: ContextGroup  # the ranks that share the sequence
+    members: tuple[int, ...]  # the ranks of the ring, in its order
+    place: int  # the place of this rank
+    runs: tuple[tuple[TokenRun, ...], ...]  # of each member's tokens
+    masks: Masks  # of the rectangles
+    hops: tuple[int, ...]  # number of ranks that each member's keys pass
 
     @classmethod
     def of(
@@ -205,17 +196,12 @@ def _wait(works: Sequence[dist.Work]) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """Attention of a layer to the keys of a source.
-
-    Attributes:
-        documents_BS: of the whole sequence. None where they mask nothing.
-        dropout: with the length of the whole sequence.
-    """
+    """Attention of a layer to the keys of a source."""
 
     ring: Ring | ChunkSource
     pattern: Pattern
-    documents_BS: Tensor | None
-    dropout: Dropped | None
+    documents_BS: Tensor | None  # of the whole sequence. None where they mask nothing.
+    dropout: Dropped | None  # with the length of the whole sequence
 
     def rectangles(self, owner: int) -> Iterator[tuple[TokenRun, TokenRun, AttentionTile]]:
         """The rectangles of the own queries and the owner's keys that are not all masked."""

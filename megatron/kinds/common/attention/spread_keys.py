@@ -57,14 +57,10 @@ class SpreadKeys:
     """State of a layer that attends, where ranks share the tokens that have been read.
 
     Every rank keeps an equal part of each piece of a text. Single tokens go to the ranks in turn.
-
-    Attributes:
-        axis: the ranks.
-        length: tokens read so far, on all ranks.
     """
 
-    axis: Axis = ALONE
-    length: int = 0
+    axis: Axis = ALONE  # the ranks
+    length: int = 0  # tokens read so far, on all ranks
     keys: Share = field(default_factory=Share)
     values: Share = field(default_factory=Share)
     places: Share = field(default_factory=Share)

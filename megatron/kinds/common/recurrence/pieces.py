@@ -78,20 +78,14 @@ def piece_starts(stream: Stream, state: Continued | None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Runs:
-    """About sqrt(S) runs of about sqrt(S) positions. The last may be shorter and is padded.
+    """About sqrt(S) runs of about sqrt(S) positions. The last may be shorter and is padded."""
 
-    Attributes:
-        length, run: S and Q.
-        filled: positions that are missing in the last run.
-        starts: int [B, c, Q], index of the first token of each token's document. None where all is one document.
-        places: int [c, Q], index of each position.
-    """
-
-    length: int
+    length: int  # length, run: S and Q
     run: int
-    filled: int
+    filled: int  # positions that are missing in the last run.
+    # Int [B, c, Q], index of the first token of each token's document. None where all is one document.
     starts: Tensor | None
-    places: Tensor
+    places: Tensor  # int [c, Q], index of each position
 
     @classmethod
     def of(cls, length: int, starts_BS: Tensor | None, device: torch.device) -> Runs:
