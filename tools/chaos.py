@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Inject faults into a run, and check that it ends like an undisturbed one.
 
-    python tools/chaos.py my.yml [key.path=value ...] --minutes 30 --seed 1 [--ranks N] [--steps N] [--every N]
+    deepy chaos my.yml [key.path=value ...] --minutes 30 --seed 1 [--ranks N] [--steps N] [--every N]
 
 Ranks, agents and launchers are killed and stopped, checkpoints damaged, disks filled, gradients and weights changed, in
 an order drawn from the seed. At the end of each run its weights, optimizer states and losses must equal an undisturbed

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Show or predict the messages of a run's ranks in a step.
 
-    python tools/communication.py RUN [--step N] [--rank R] [--layers] [--json] [--output FILE.png] [--trace FILE.json]
+    deepy communication RUN [--step N] [--rank R] [--layers] [--json] [--output FILE.png] [--trace FILE.json]
                                       [--before OTHER_RUN]
-    python tools/communication.py a.yml ... [key.path=value ...] --ranks N [--rank R] [--layers] [--json]
+    deepy communication a.yml ... [key.path=value ...] --ranks N [--rank R] [--layers] [--json]
 
 The first needs a run with logging.communication=counts. It shows the last step, of all ranks together or of one. With
 logging.communication=times it also shows times, writes a trace for Perfetto, compares them with the machine's curves

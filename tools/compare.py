@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare runs: loss curves in one picture, last losses, differences of configurations.
 
-    python tools/compare.py runs/a runs/b [runs/c ...] [--output compare.png] [--json]
+    deepy compare runs/a runs/b [runs/c ...] [--output compare.png] [--json]
 
 Exit status 2: a run has no metrics, or its files are damaged.
 """

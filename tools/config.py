@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Show, check and convert configurations without starting a run.
 
-    python tools/config.py show a.yml b.yml training.steps=500     the resolved configuration
-    python tools/config.py explain optimizer.lr a.yml              value, origin and meaning of a key
-    python tools/config.py check --ranks 8 a.yml                   everything a start on 8 ranks would refuse
-    python tools/config.py layers a.yml                            the layers with their counts
-    python tools/config.py schedule a.yml                          the learning rate
-    python tools/config.py convert neox1.yml neox2.yml             GPT-NeoX's flat files as native YAML
-    python tools/config.py coordinate-check a.yml --widths 64,128,256   activations over widths (or depths) and steps
-    python tools/config.py diff a.yml runs/b                       the values in which two configurations differ
-    python tools/config.py docs                                    write docs/configuration.md and its JSON schema
+    deepy config show a.yml b.yml training.steps=500     the resolved configuration
+    deepy config explain optimizer.lr a.yml              value, origin and meaning of a key
+    deepy config check --ranks 8 a.yml                   everything a start on 8 ranks would refuse
+    deepy config layers a.yml                            the layers with their counts
+    deepy config schedule a.yml                          the learning rate
+    deepy config convert neox1.yml neox2.yml             GPT-NeoX's flat files as native YAML
+    deepy config coordinate-check a.yml --widths 64,128,256   activations over widths (or depths) and steps
+    deepy config diff a.yml runs/b                       the values in which two configurations differ
+    deepy config docs                                    write docs/configuration.md and its JSON schema
 
 `--json` prints one JSON document. Exit status 2: the configuration or the command line is wrong.
 """

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Run the example of continual pretraining: corpus A, then B, with and without replay.
 
-    python tools/continual.py
-    python tools/continual.py --divide 10        # a tenth of all steps, to see it run
-    python tools/continual.py --seeds 1,2,3      # all runs with each of these seeds: mean and standard deviation
+    deepy continual
+    deepy continual --divide 10        # a tenth of all steps, to see it run
+    deepy continual --seeds 1,2,3      # all runs with each of these seeds: mean and standard deviation
 
 Makes the quick start's data (A: the standard library's sources) and token files of English (B), and trains the five
 runs of configs/continual/. It draws their validation losses on A and on B over time. Each step is a printed command

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Branch a run off at a checkpoint, and let the learning rate decay to its floor.
 
-    python tools/fork.py runs/trunk --at 3000 --steps 300                     makes runs/trunk-from-3000
-    ./deepy.py train.py runs/trunk-from-3000/fork.yml                         trains it
+    deepy fork runs/trunk --at 3000 --steps 300          makes runs/trunk-from-3000
+    deepy train runs/trunk-from-3000/fork.yml            trains it
 
 The trunk's rate must be constant at that step (schedule.type constant, wsd or infinite). The branch reads the batches
 that the trunk would have read, on any layout, and both ledgers name the other run. Its checkpoint needs no space, since
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(f"a branch of {options.run} from step {options.at}, {options.steps} steps of decay. Start it with")
-    print(f"  ./deepy.py train.py {file}")
+    print(f"  deepy train {file}")
     return 0
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Summarise the training data that checkpoints recite, from the results of extract.py.
 
-    python tools/memorisation.py runs/my/memorisation/step_00001000              one checkpoint, or several
-    python tools/memorisation.py EARLY... LATE --predict                         how well early sets foretell the last
+    deepy memorisation runs/my/memorisation/step_00001000              one checkpoint, or several
+    deepy memorisation EARLY... LATE --predict                         how well early sets foretell the last
 
 With --predict the sequences that the last folder's checkpoint recites are the truth, and each other folder's a
 prediction of it. The tool prints precision, recall and false positives over the sequences that both have. The folders

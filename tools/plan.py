@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
 """Find the best layout for a run on any machine: whether it fits, its speed and its cost.
 
-    python tools/plan.py a.yml --gpus 512 --gpu h100                     layouts that fit, the fastest first
-    python tools/plan.py a.yml --gpus 512 --gpu a100 --network ib200 --price 1.8
-    python tools/plan.py a.yml --gpus 64 --gpu h100 --why-not tensor=8,pipeline=2
-    python tools/plan.py a.yml --gpus 64 --gpu mine --machine mine.yml   a device of your own
-    python tools/plan.py a.yml --gpus 64..1024 --plot scaling.png        weak and strong scaling
-    python tools/plan.py a.yml --gpus 64 --budget "20000 gpu-hours"      sizes of the model for a budget
-    python tools/plan.py lint a.yml --gpus 64 --layout tensor=4          what is wrong with the model's shape
-    python tools/plan.py grids a.yml --gpus 64 --layout pipeline=1       rows, columns and depth, on several networks
-    python tools/plan.py schedule a.yml --gpus 8 --plot s.png            the pipeline's schedule and its bubble
-    python tools/plan.py score                                           predictions against published runs
-    python tools/plan.py history                                         predictions against your own runs
-    python tools/plan.py recommend [pythia/70m ...]                      write docs/recommended_layouts.md
+    deepy plan a.yml --gpus 512 --gpu h100                     layouts that fit, the fastest first
+    deepy plan a.yml --gpus 512 --gpu a100 --network ib200 --price 1.8
+    deepy plan a.yml --gpus 64 --gpu h100 --why-not tensor=8,pipeline=2
+    deepy plan a.yml --gpus 64 --gpu mine --machine mine.yml   a device of your own
+    deepy plan a.yml --gpus 64..1024 --plot scaling.png        weak and strong scaling
+    deepy plan a.yml --gpus 64 --budget "20000 gpu-hours"      sizes of the model for a budget
+    deepy plan lint a.yml --gpus 64 --layout tensor=4          what is wrong with the model's shape
+    deepy plan grids a.yml --gpus 64 --layout pipeline=1       rows, columns and depth, on several networks
+    deepy plan schedule a.yml --gpus 8 --plot s.png            the pipeline's schedule and its bubble
+    deepy plan score                                           predictions against published runs
+    deepy plan history                                         predictions against your own runs
+    deepy plan recommend [pythia/70m ...]                      write docs/recommended_layouts.md
 
 `--json` prints one JSON document. Exit status 2: nothing fits, or the configuration or the command line is wrong.
 """
@@ -333,12 +333,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("arguments", nargs="+", metavar="a.yml [key.path=value]", help="configuration of the run")
     parser.add_argument("--gpus", type=_devices, default=(8, 8), help="devices in all, or FEWEST..MOST (default: 8)")
     parser.add_argument("--gpu", default="h100", help="device: h100, a100, h200, b200, mi250x, mi300x, cpu, ...")
-    parser.add_argument("--hosts", type=_count, help="hosts that have them (default: as few as can)")
+    parser.add_argument("--hosts", type=_count, help="number of hosts (default: the fewest that have the devices)")
     parser.add_argument("--network", help="between hosts: ib400 (default), ib200, roce, slingshot, ethernet")
     parser.add_argument("--machine", metavar="FILE", help="further devices and networks (megatron/plan/devices.yml)")
     parser.add_argument("--price", type=_positive, help="of a device for an hour")
     parser.add_argument("--disk", type=_bytes, help="room for checkpoints, such as 500TB")
-    parser.add_argument("--why-not", metavar="tensor=8,...", help="what speaks against this layout")
+    parser.add_argument("--why-not", metavar="tensor=8,...", help="explain why this layout was not chosen")
     parser.add_argument("--top", type=_count, default=8, help="layouts to show")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="picture of the scaling, or of the schedule")
     parser.add_argument("--budget", type=_hours, help='propose sizes of the model: "20000 gpu-hours"')

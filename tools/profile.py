@@ -3,8 +3,8 @@
 
 It also recommends the first change to make.
 
-    python tools/profile.py RUN [--output FILE.png] [--json]
-    python tools/profile.py RUN --device h100 --machine machine.yml
+    deepy profile RUN [--output FILE.png] [--json]
+    deepy profile RUN --device h100 --machine machine.yml
 
 Bands sum to the wall time of all starts of the run. Each is measured by the run itself, or derived. With
 logging.profile.start=N the run traces some steps, and more bands are measured (docs/planning.md).

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Train a small language model from nothing: corpus, tokenizer, token files, samples.
 
-    python tools/quickstart.py
-    python tools/quickstart.py --model rwkv7
-    python tools/quickstart.py training.steps=2000 optimizer.lr=2e-3
-    python tools/quickstart.py launch.peers=4
+    deepy quickstart
+    deepy quickstart --model rwkv7
+    deepy quickstart training.steps=2000 optimizer.lr=2e-3
+    deepy quickstart launch.peers=4
 
 `make quickstart` runs this. Each step is a printed command that can be typed. A finished step is not repeated unless
 its inputs have changed.

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write one HTML page about one or several runs, which opens without a network.
 
-    python tools/report.py runs/my                      writes runs/my/report.html
-    python tools/report.py runs/a runs/b --output ab.html
+    deepy report runs/my                      writes runs/my/report.html
+    deepy report runs/a runs/b --output ab.html
 
 It has the curves of training, validation and benchmarks over steps, tokens or hours, with abandoned steps in grey. It
 also has norms by layer, the time and memory of the steps, the sources of the data and the load of experts. It has

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Score texts or token files with a reward model.
 
-    python tools/reward.py runs/reward --texts answers.jsonl --output scored.jsonl
-    python tools/reward.py runs/reward --tokens data/answers --output data/answers_rewards.npy
+    deepy reward runs/reward --texts answers.jsonl --output scored.jsonl
+    deepy reward runs/reward --tokens data/answers --output data/answers_rewards.npy
 
 A line of --texts is an object with the text under --key. Its copy in the output has the number under "reward". A token
 file gets a .npy file of one number per document. The number is the value of the last token. A text is followed by the

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Train and compare many runs from one file: sizes, seeds, data and recipes.
 
-    python tools/suite.py ladder.yml plan                  every run with its size and data, without starting
-    python tools/suite.py ladder.yml launch --jobs 2       train the runs that are not finished, two at a time
-    python tools/suite.py ladder.yml launch --slurm --sbatch=--gpus-per-node=8    write an array job
-    python tools/suite.py ladder.yml status
-    python tools/suite.py ladder.yml compare               results with their spread over seeds, and report.html
-    python tools/suite.py ladder.yml manifest              all of it as JSON, with the hashes of the batches
-    python tools/suite.py ladder.yml fit                   a scaling law of the losses, with intervals and a picture
-    python tools/suite.py points.csv fit                   the same of a table: run, parameters, tokens, loss
+    deepy suite ladder.yml plan                  every run with its size and data, without starting
+    deepy suite ladder.yml launch --jobs 2       train the runs that are not finished, two at a time
+    deepy suite ladder.yml launch --slurm --sbatch=--gpus-per-node=8    write an array job
+    deepy suite ladder.yml status
+    deepy suite ladder.yml compare               results with their spread over seeds, and report.html
+    deepy suite ladder.yml manifest              all of it as JSON, with the hashes of the batches
+    deepy suite ladder.yml fit                   a scaling law of the losses, with intervals and a picture
+    deepy suite points.csv fit                   the same of a table: run, parameters, tokens, loss
 
 A file with `stages` is a chain, for which there are plan, launch, status and manifest.
 

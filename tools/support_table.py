@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write the tables of tested layouts, from tests/layouts.yml: a summary and all of it (docs/layouts.md).
 
-python tools/support_table.py         print both
-python tools/support_table.py FILES   put each table between its two markers in these files
+deepy support-table         print both
+deepy support-table FILES   put each table between its two markers in these files
 """
 
 from __future__ import annotations

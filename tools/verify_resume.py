@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Check that a run resumes exactly: train, kill, resume on the same and another layout.
 
-    python tools/verify_resume.py my.yml [key.path=value ...] [--ranks N] [--steps N] [--at STEP]
-    python tools/verify_resume.py my.yml --ranks 4 --other "2 parallel.tensor=2"
+    deepy verify-resume my.yml [key.path=value ...] [--ranks N] [--steps N] [--at STEP]
+    deepy verify-resume my.yml --ranks 4 --other "2 parallel.tensor=2"
 
 On the same layout every tensor and every loss must be equal to the last bit. On another layout losses may differ by
 rounding. `--other` is the number of ranks and the keys of the other layout. Without it the tool chooses one, and

@@ -50,7 +50,10 @@ def run(verb: Verb, words: list[str]) -> int:
 
         if verb.launch:
             return launch(words, script=str(verb.launch))
-        return launch([verb.question, *words] if words[:1] not in (["-h"], ["--help"]) else words)
+        if words[:1] in (["-h"], ["--help"]):
+            print(f"usage: deepy {verb.name} RUN\n\n{verb.help}")
+            return 0
+        return launch([verb.question, *words])
     assert verb.script is not None
     try:
         execute(verb.script, verb.name, [*verb.before, *words])

@@ -18,23 +18,23 @@ from ..installation import installed, root
 # Scripts that the launcher starts on all ranks. Each is a verb where the file exists.
 LAUNCHED = {
     "train": "train a model: deepy train [options] a.yml b.yml ... key.path=value ...",
-    "align": "reinforcement learning: deepy align [options] a.yml b.yml ... key.path=value ...",
+    "align": "train by reinforcement learning: deepy align [options] a.yml b.yml ... key.path=value ...",
     "evaluate": "score a checkpoint: deepy evaluate [options] a.yml ... --tasks NAME,...",
-    "extract": "training sequences that a checkpoint recites: deepy extract [options] a.yml ...",
+    "extract": "find training sequences that a checkpoint recites: deepy extract [options] a.yml ...",
 }
-# Options of the launcher that ask about a run, and what they answer. Each is a verb where the launcher has the option.
+# Options of the launcher that ask about a run. Each is a verb where the launcher has the option.
 QUESTIONS = {
-    "status": "what a running job is doing: deepy status RUN",
-    "stacks": "where every rank of a running job is: deepy stacks RUN",
-    "logs": "the ranks' log files of a run, merged by time: deepy logs RUN",
+    "status": "show what a running job is doing: deepy status RUN",
+    "stacks": "show where every rank of a running job is: deepy stacks RUN",
+    "logs": "show the ranks' log files of a run, merged by time: deepy logs RUN",
 }
 GROUPS = {
     "adapter": "merge adapters, and exchange them with peft",
     "bench": "measure speed and memory",
-    "checkpoint": "inspect, compare, convert and export them",
-    "data": "from texts to token files, and what a run reads from them",
+    "checkpoint": "inspect, compare, convert and export checkpoints",
+    "data": "make token files from texts, and show which data a run reads",
     "moe": "inspect mixtures of experts",
-    "peers": "keys and servers of runs that train together (deepy status RUN shows who is there)",
+    "peers": "make keys for runs that train together, and serve their folder (deepy status RUN shows the peers)",
 }
 # Tools that work on the repository itself: they are no verbs of an installed package.
 REPOSITORY = ("quickstart", "continual", "canaries", "support-table", "bench")
@@ -107,7 +107,7 @@ def _runs() -> list[Verb]:
 def _tools() -> list[Verb]:
     tools, bench = root() / "tools", root() / "bench"
     found = [_tool(path, path.relative_to(tools).parts) for path in sorted(tools.glob("*.py"))]
-    found += [_tool(path, ("bench", path.name)) for path in sorted(bench.glob("*.py"))]
+    found += [_tool(path, ("bench", path.name)) for path in sorted(bench.glob("[!_]*.py"))]
     found += [_tool(path, path.relative_to(tools).parts) for path in sorted(tools.glob("*/*.py"))]
     return [verb for verb in found if verb is not None]
 

@@ -64,8 +64,8 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     made = Parser(
-        prog="evaluate.py",
-        usage="./deepy.py evaluate.py a.yml ... key.path=value ... --tasks NAME,... [options]",
+        prog="deepy evaluate",
+        usage="deepy evaluate a.yml ... key.path=value ... --tasks NAME,... [options]",
         description="Score a run's checkpoints on benchmark tasks, on any layout.",
         allow_abbrev=False,
     )

@@ -24,8 +24,8 @@ TASKS, PREFIX, ITERATION = "--eval_tasks", "--eval_results_prefix", "--iteration
 REFUSED = {
     "--autotuning": "DeepSpeed's autotuner is not used: deepy config layers shows what each layer costs",
     ITERATION: "name the checkpoint: checkpoint.resume=RUN/checkpoints/step_N, or generate.py with its path",
-    TASKS: "use ./deepy.py evaluate.py a.yml --tasks NAME,...",
-    PREFIX: "use ./deepy.py evaluate.py a.yml --tasks NAME,... --output FILE",
+    TASKS: "use deepy evaluate a.yml --tasks NAME,...",
+    PREFIX: "use deepy evaluate a.yml --tasks NAME,... --output FILE",
     "--sample_input_file": "python generate.py RUN --prompt TEXT",
     "--sample_output_file": "python generate.py RUN --prompt TEXT > FILE",
     "-i": "python generate.py RUN --prompt TEXT",

@@ -85,7 +85,7 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
     made.add_argument("-d", "--conf_dir", metavar="FOLDER", help="folder of the configuration files, as in GPT-NeoX")
     made.add_argument("--logs", metavar="RUN", help="print the ranks' log files of a run directory, merged by time")
     made.add_argument(
-        "--status", metavar="RUN", help="say where every rank of a running job is, and who waits for whom"
+        "--status", metavar="RUN", help="show where every rank of a running job is, and which ranks wait for which"
     )
     made.add_argument("--stacks", metavar="RUN", help="print the Python stack of every rank of a running job")
     words = "a.yml ... key.path=value ..." if verb else "SCRIPT.py a.yml ... key.path=value ..."

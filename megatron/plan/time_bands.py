@@ -342,7 +342,7 @@ ADVICE = {
     "training.sequence_length",
     "memory": "norms, activations and residual sums: try training.compile",
     "recompute": "where memory allows, take training.activation_checkpointing.mode selective or none "
-    "(./deepy.py --rehearse says whether it fits)",
+    "(deepy train --rehearse shows whether it fits)",
     "optimizer": "share it over data parallel ranks with zero.stage, or update less often with a larger "
     "training.global_batch_size",
     "bubble": "more micro-batches (a smaller training.micro_batch_size, a larger training.global_batch_size) or fewer "

@@ -1,4 +1,4 @@
-"""`./deepy.py --rehearse --ranks N train.py a.yml ...`: the needs of a run's ranks, without its machines."""
+"""`deepy train --rehearse --ranks N a.yml ...`: the needs of a run's ranks, without its machines."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from .rank import RankCounts
 
 USAGE = (
-    "./deepy.py --rehearse --ranks N [--device NAME] [--machine FILE] [--rank N,...] [--json] "
-    "train.py a.yml ... key.path=value ..."
+    "deepy train --rehearse --ranks N [--device NAME] [--machine FILE] [--rank N,...] [--json] "
+    "a.yml ... key.path=value ..."
 )
 # imported once, for the processes of all ranks
 PRELOADED = ["megatron.rehearsal.rank", "torch.distributed._tools.fake_collectives", "megatron.engine.preload"]
@@ -78,7 +78,7 @@ def _rehearse(config: Config, ranks: int, rank: int, micro_batches: int | None, 
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="deepy.py --rehearse", usage=USAGE, allow_abbrev=False)
+    made = argparse.ArgumentParser(prog="deepy train --rehearse", usage=USAGE, allow_abbrev=False)
     made.add_argument("--ranks", type=int, required=True)
     made.add_argument("--device")
     made.add_argument("--machine")

@@ -45,7 +45,7 @@ configuration sets no precision, it is bf16.
 `t` is tensor, `p` pipeline, `c` context and `e` expert parallelism. `f` says that the ranks that share sequences share
 matrices, too. `mb` is the micro-batch, and the last word is the recomputation.
 
-`python tools/plan.py recommend` writes this page, and `recommended_layouts.json` with the same in full. It computes the
+`deepy plan recommend` writes this page, and `recommended_layouts.json` with the same in full. It computes the
 rows whose files have changed or that were not rehearsed. It can be stopped and continued. Given names, it computes only
 those rows.
 

@@ -232,7 +232,7 @@ def _prompts(options: argparse.Namespace) -> Iterator[str]:
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     about = "Continue texts with a model of any run or checkpoint."
-    parser = argparse.ArgumentParser(prog="generate.py", description=about)
+    parser = argparse.ArgumentParser(prog="deepy generate", description=about)
     add = parser.add_argument
     add("path", type=Path, help="a run's directory, a folder of checkpoints, or a checkpoint")
     source = parser.add_mutually_exclusive_group()

@@ -2,7 +2,7 @@
 """Compare two checkpoints, written by any layouts. Exit status 0: equal, 1: different, 2: error, or
 the difference is damage.
 
-    python tools/checkpoint/diff.py A B [--state weight] [--only 'layers.3.*'] [--tolerance 1e-6]
+    deepy checkpoint diff A B [--state weight] [--only 'layers.3.*'] [--tolerance 1e-6]
 """
 
 from __future__ import annotations

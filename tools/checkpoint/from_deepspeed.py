@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Import a DeepSpeed checkpoint with its optimizer states, for any layout.
 
-python tools/checkpoint/from_deepspeed.py CHECKPOINT/TAG_universal OUT --config run.yml
-python tools/checkpoint/from_deepspeed.py CHECKPOINT/TAG_universal OUT --config run.yml --names names.yml --step 1000
-python tools/checkpoint/from_deepspeed.py CHECKPOINT/TAG OUT --config run.yml --names names.yml --trust
+deepy checkpoint from-deepspeed CHECKPOINT/TAG_universal OUT --config run.yml
+deepy checkpoint from-deepspeed CHECKPOINT/TAG_universal OUT --config run.yml --names names.yml --step 1000
+deepy checkpoint from-deepspeed CHECKPOINT/TAG OUT --config run.yml --names names.yml --trust
 
 DeepSpeed's own converter first makes a native checkpoint universal, in a temporary folder next to OUT. It unpickles
 files, which can run code in them, and therefore needs --trust.

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Import a Hugging Face model as a checkpoint (checkpoint.initialize_from).
 
-python tools/checkpoint/from_hf.py path/to/model OUT --verify
-python tools/checkpoint/from_hf.py EleutherAI/pythia-70m OUT --yaml pythia.yml     # for `extends: pythia.yml`
+deepy checkpoint from-hf path/to/model OUT --verify
+deepy checkpoint from-hf EleutherAI/pythia-70m OUT --yaml pythia.yml     # for `extends: pythia.yml`
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Import a checkpoint of GPT-NeoX, to continue its run or to start from its weights.
 
-python tools/checkpoint/from_neox.py checkpoints/global_step1000 OUT --config configs/70M.yml
-python tools/checkpoint/from_neox.py checkpoints/global_step143000 OUT --config configs/70M.yml --weights --verify
-python tools/checkpoint/from_neox.py checkpoints/global_step143000 OUT --config configs/70M.yml --hf FOLDER
+deepy checkpoint from-neox checkpoints/global_step1000 OUT --config configs/70M.yml
+deepy checkpoint from-neox checkpoints/global_step143000 OUT --config configs/70M.yml --weights --verify
+deepy checkpoint from-neox checkpoints/global_step143000 OUT --config configs/70M.yml --hf FOLDER
 
 With optimizer states (ZeRO 0, 1 or 2) OUT has them, the step and the position in the data: checkpoint.resume=OUT. If
 the folder has none, or with --weights, OUT has only the weights: checkpoint.initialize_from=OUT. Any tensor and

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Import a published RWKV-5, 6 or 7 model (.pth) for checkpoint.initialize_from.
 
-python tools/checkpoint/from_rwkv.py RWKV-x070-World-0.1B.pth OUT --sequence-length 4096
+deepy checkpoint from-rwkv RWKV-x070-World-0.1B.pth OUT --sequence-length 4096
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Show what is in a checkpoint, or in a folder of them, and what is damaged. Exit status 1 if something is.
 
-python tools/checkpoint/inspect.py runs/x                                 a line per checkpoint
-python tools/checkpoint/inspect.py runs/x/checkpoints/step_00001000       its tensors
+deepy checkpoint inspect runs/x                                 a line per checkpoint
+deepy checkpoint inspect runs/x/checkpoints/step_00001000       its tensors
 """
 
 from __future__ import annotations

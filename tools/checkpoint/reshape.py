@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Write a checkpoint again as another layout would have written it.
 
-    python tools/checkpoint/reshape.py runs/x/checkpoints/step_00001000 OUT --to tensor=4,pipeline=2,zero=1 --verify
+    deepy checkpoint reshape runs/x/checkpoints/step_00001000 OUT --to tensor=4,pipeline=2,zero=1 --verify
 
 A run does not need this: it resumes from any checkpoint on any layout.
 """

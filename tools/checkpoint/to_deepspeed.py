@@ -3,8 +3,8 @@
 
 That is a folder per parameter with its fp32 value and moments, and the state of the optimizer and of the engine.
 
-python tools/checkpoint/to_deepspeed.py CHECKPOINT OUT
-python tools/checkpoint/to_deepspeed.py CHECKPOINT OUT --names names.yml    # our name: their name, for each tensor
+deepy checkpoint to-deepspeed CHECKPOINT OUT
+deepy checkpoint to-deepspeed CHECKPOINT OUT --names names.yml    # our name: their name, for each tensor
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Write the model of a checkpoint, of any layout, as a Hugging Face folder.
 
-python tools/checkpoint/to_hf.py runs/x/checkpoints/step_00001000 OUT --verify
-python tools/checkpoint/to_hf.py runs/x OUT --dtype bfloat16          the newest checkpoint of a run
+deepy checkpoint to-hf runs/x/checkpoints/step_00001000 OUT --verify
+deepy checkpoint to-hf runs/x OUT --dtype bfloat16          the newest checkpoint of a run
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Export RWKV-5, 6 or 7 to one file with the names of the authors' models (.pth).
 
-python tools/checkpoint/to_rwkv.py runs/goose goose.pth --dtype bfloat16
+deepy checkpoint to-rwkv runs/goose goose.pth --dtype bfloat16
 """
 
 from __future__ import annotations

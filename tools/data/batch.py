@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Show the data of a step: the documents of each sequence, and their origins.
 
-    python tools/data/batch.py runs/pythia --step 1234
-    python tools/data/batch.py runs/pythia --step 1234 --rank 3 --text
-    python tools/data/batch.py runs/pythia --step 1000 --to 1009 --export batches.npy
+    deepy data batch runs/pythia --step 1234
+    deepy data batch runs/pythia --step 1234 --rank 3 --text
+    deepy data batch runs/pythia --step 1000 --to 1009 --export batches.npy
 
 Uses the run's configuration and its data, without a checkpoint. Steps count from 0.
 """

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Conversations to a token file with labels, for supervised fine-tuning.
+"""Convert conversations to a token file with labels, for supervised fine-tuning.
 
-    python tools/data/chat.py --input 'chats/*.jsonl' --output data/chats --tokenizer models/base
-    python tools/data/chat.py --input chats.parquet --key conversations --template chatml --train last \\
+    deepy data chat --input 'chats/*.jsonl' --output data/chats --tokenizer models/base
+    deepy data chat --input chats.parquet --key conversations --template chatml --train last \\
         --output data/chats --tokenizer tokenizer.json
 
 A record is a list of messages with `role` and `content`, or with ShareGPT's `from` and `value`. The labels are the

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Filter and deduplicate texts by a recipe.
 
-    python tools/data/curate.py python_stdlib --output data/stdlib --workers 4
-    python tools/data/curate.py fineweb --source web=crawl --output data/web
-    python tools/data/curate.py my.yml --check
+    deepy data curate python_stdlib --output data/stdlib --workers 4
+    deepy data curate fineweb --source web=crawl --output data/web
+    deepy data curate my.yml --check
 
 The output is the same for any number of workers. A run that was killed continues when it is started again.
 """

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Show a token file: counts, lengths of documents, samples, its tokenizer, problems.
 
-python tools/data/inspect.py data/corpus --samples 3 --picture lengths.png
-python tools/data/inspect.py data/corpus --verify
+deepy data inspect data/corpus --samples 3 --picture lengths.png
+deepy data inspect data/corpus --verify
 
 Exit status 1: the file has problems.
 """

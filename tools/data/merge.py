@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Join token files, document after document.
 
-python tools/data/merge.py --input data/part_0 data/part_1 --output data/all
+deepy data merge --input data/part_0 data/part_1 --output data/all
 """
 
 from __future__ import annotations

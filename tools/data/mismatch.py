@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Answers behind the prompts of other answers, for KTO's estimate of the divergence from the reference.
+"""Pair prompts with answers to other prompts, for KTO's estimate of the divergence from the reference.
 
-    python tools/data/mismatch.py --answers data/answers --labels data/answers_labels --output data/mismatched
+    deepy data mismatch --answers data/answers --labels data/answers_labels --output data/mismatched
 
 Document n has the prompt of answer n and the answer of the next document with another prompt. The first label of a
 document ends its prompt. Labels are written to PREFIX_labels.

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Weights of a blend, and the tokens of each source that a run plans to read and has read.
+"""Show weights of a blend, and the tokens of each source that a run plans to read and has read.
 
-    python tools/data/mixture.py show runs/my
-    python tools/data/mixture.py weigh web=data/web books=data/books --tokens 2e9 --temperature 2
+    deepy data mixture show runs/my
+    deepy data mixture weigh web=data/web books=data/books --tokens 2e9 --temperature 2
 
 `show` lists tokens by source over the steps of a run. `weigh` prints data.train of a configuration. `propose` writes a
 suite of tiny runs with random weights for `deepy suite`, and `fit` finds the best weights from their validation losses.

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Report the overlap of an evaluation set with a run's data, and the first step that reads it.
 
-python tools/data/overlap.py runs/pythia --examples questions.jsonl --fields question,answer
-python tools/data/overlap.py runs/pythia --tasks arc_easy,piqa --json
+deepy data overlap runs/pythia --examples questions.jsonl --fields question,answer
+deepy data overlap runs/pythia --tasks arc_easy,piqa --json
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Fetch a well-known corpus as jsonl files for tokenize.py.
 
-    python tools/data/prepare.py --list
-    python tools/data/prepare.py stdlib --output data
-    python tools/data/prepare.py fineweb-edu --output data --limit 100000
+    deepy data prepare --list
+    deepy data prepare stdlib --output data
+    deepy data prepare fineweb-edu --output data --limit 100000
 
 Files that are complete are kept.
 """

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Record the log-probabilities of token files under a model, as the reference of preference objectives.
 
-    python tools/data/reference.py --model runs/sft --input data/chosen data/rejected
+    deepy data reference --model runs/sft --input data/chosen data/rejected
 
 Writes PREFIX_reference.npy for each token file: one float32 per token, 0 for the first one of a document.
 """

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Cut a token file's documents into several files.
 
-    python tools/data/split.py data/all --output data/all --shares train=0.98 validation=0.01 test=0.01 --seed 1
+    deepy data split data/all --output data/all --shares train=0.98 validation=0.01 test=0.01 --seed 1
 
 writes data/all_train, data/all_validation and data/all_test. Without --seed the file is cut in its own order.
 """

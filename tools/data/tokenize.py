@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Convert texts to a token file for training.
 
-    python tools/data/tokenize.py --input 'corpus/*.jsonl.zst' --output data/corpus --tokenizer tokenizer.json
-    python tools/data/tokenize.py --dataset Salesforce/wikitext --config wikitext-103-raw-v1 --output data/wikitext \\
+    deepy data tokenize --input 'corpus/*.jsonl.zst' --output data/corpus --tokenizer tokenizer.json
+    deepy data tokenize --dataset Salesforce/wikitext --config wikitext-103-raw-v1 --output data/wikitext \\
         --tokenizer openai-community/gpt2
 
 The output is the same for any number of workers. A killed job continues at the same place when it is started again.

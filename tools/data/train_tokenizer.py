@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Train a tokenizer on texts.
 
-    python tools/data/train_tokenizer.py --input corpus.jsonl --output tokenizer.json --size 16384
-    python tools/data/train_tokenizer.py --input corpus.jsonl --output spm.model --kind sentencepiece-bpe --size 32000
+    deepy data train-tokenizer --input corpus.jsonl --output tokenizer.json --size 16384
+    deepy data train-tokenizer --input corpus.jsonl --output spm.model --kind sentencepiece-bpe --size 32000
 
 <|endoftext|> ends documents and is id 0.
 """

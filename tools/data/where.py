@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """List the steps at which a run reads a document or a text.
 
-python tools/data/where.py runs/pythia --document pile:123
-python tools/data/where.py runs/pythia --text "to be or not to be"
+deepy data where runs/pythia --document pile:123
+deepy data where runs/pythia --text "to be or not to be"
 
 A chain of stages is searched as a whole.
 """

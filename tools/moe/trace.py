@@ -3,10 +3,10 @@
 
 The routing is that of a checkpoint on a step of its run's data.
 
-    python tools/moe/trace.py runs/my_run                          the newest checkpoint, on the batch of step 0
-    python tools/moe/trace.py runs/my_run --step 500 --samples 2   of another batch, its first two samples
-    python tools/moe/trace.py runs/my_run --output trace.jsonl     a line per token and layer
-    python tools/moe/trace.py runs/my_run --placement places.json --ranks 4   a placement of the experts on ranks
+    deepy moe trace runs/my_run                          the newest checkpoint, on the batch of step 0
+    deepy moe trace runs/my_run --step 500 --samples 2   of another batch, its first two samples
+    deepy moe trace runs/my_run --output trace.jsonl     a line per token and layer
+    deepy moe trace runs/my_run --placement places.json --ranks 4   a placement of the experts on ranks
 
 A line has sample, position, token (the id), layer, experts (the chosen ones, best first, where the number after the
 last expert means no expert) and weights. A summary comes first: per layer, the largest load over an even share, the

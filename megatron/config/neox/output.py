@@ -151,7 +151,7 @@ def _tasks(flat: Flat, native: Native) -> None:
         flat.problem("eval_tasks", "eval_tasks must be a list of names", "write [lambada_openai, piqa]")
     elif tasks:
         native.put("evaluation.tasks", [{"name": name, "every": 0} for name in tasks], "eval_tasks")
-        native.note("evaluation.tasks: run by ./deepy.py evaluate.py and not by training, as in GPT-NeoX")
+        native.note("evaluation.tasks: run by `deepy evaluate` and not by training, as in GPT-NeoX")
 
 
 def _logging(flat: Flat, native: Native) -> None:

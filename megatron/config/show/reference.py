@@ -141,7 +141,7 @@ _HEAD = """\
 # Configuration keys
 
 [The 40 keys that people set](keys.md) are enough for most runs. This page says how files are read, and lists the pages
-of all keys. `python tools/config.py docs` generates it from the schema in `megatron/config/sections/`.
+of all keys. `deepy config docs` generates it from the schema in `megatron/config/sections/`.
 
 A run is one or more YAML files, merged left to right, and overrides:
 `deepy train a.yml b.yml training.steps=500`.

@@ -32,8 +32,8 @@ class Options:
 
 def parser() -> argparse.ArgumentParser:
     made = Parser(
-        prog="extract.py",
-        usage="./deepy.py extract.py a.yml ... key.path=value ... --steps FIRST:END [options]",
+        prog="deepy extract",
+        usage="deepy extract a.yml ... key.path=value ... --steps FIRST:END [options]",
         description="Which sequences of the run's own data a checkpoint can recite, on any layout.",
         allow_abbrev=False,
     )
