@@ -49,7 +49,8 @@ def columns_cut_the_stream(context: RuleContext) -> Iterator[Problem]:
     others += ["a recurrent group"] if "recurrent(" in config.model.layers else []
     if others:
         rule = f"must be 1 with {', '.join(dict.fromkeys(others))}: only layers of {able} have a part of the channels"
-        yield context.problem(f"{COLUMNS} model.layers", rule=rule, fix=f"use {COLUMNS}=1 and more tensor or depth")
+        sides = [f"parallel.{side}={columns * getattr(config.parallel, side)}" for side in ("tensor", "depth")]
+        yield context.problem(f"{COLUMNS} model.layers", rule=rule, fix=f"use {COLUMNS}=1 with {' or '.join(sides)}")
     if any(context.kinds[use.kind].clips_logits(use.options) for use in context.used):
         rule = "must be 1 where attention's logits are clipped, by rows of whole matrices"
         yield context.problem(f"{COLUMNS} model.layers", rule=rule, fix=f"use {COLUMNS}=1, or no qk_clip")

@@ -215,6 +215,7 @@ LAYOUT = [
         "parallel: {tensor: {rows: 2, columns: 3}, context: 2}\nzero: {stage: 3}",
         "a.yml:3: parallel.columns = 3",
         "must be 1 with shared_attention: only layers of attention,",
+        "use parallel.columns=1 with parallel.tensor=6 or parallel.depth=3",
         "must divide model.hidden_size",
         "parallel.context = 2",
         "must be 1 with parallel.columns: ranks of a row have the same tokens",
