@@ -1,4 +1,5 @@
-"""Scripts of tools/ run as from a command line, but in this process: starting Python and its imports take a second.
+"""Scripts run as from a command line, but without a start of Python, whose imports take seconds: in this process, or
+in one that is forked from a process that has imported torch and DeepSpeed.
 
 For what tools say and write. That each starts by itself is seen in tests/command, and by those who start one.
 """
@@ -10,7 +11,9 @@ import io
 import os
 import runpy
 import sys
+import tempfile
 import traceback
+from multiprocessing import get_context
 from pathlib import Path
 from subprocess import CompletedProcess
 from unittest import mock
@@ -42,3 +45,40 @@ def script(name: str, *words: object, folder: str | os.PathLike | None = None) -
             error.write(traceback.format_exc())
             status = 1
     return CompletedProcess([sys.executable, str(path), *arguments], status, out.getvalue(), error.getvalue())
+
+
+def forked(*words: object, folder: str | os.PathLike, **more: str) -> CompletedProcess[str]:
+    """What `python WORDS` (a script, or -c and code) prints and ends with, in a process of its own.
+
+    Args:
+        folder: where it runs.
+        more: variables of its environment.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["megatron.engine.preload"])
+    arguments = [str(word) for word in words]
+    with tempfile.TemporaryDirectory() as place:
+        texts = [Path(place, name) for name in ("out", "error")]
+        process = context.Process(target=_as_python, args=(arguments, os.fspath(folder), more, texts))
+        process.start()
+        process.join(300)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        status = process.exitcode
+        return CompletedProcess([sys.executable, *arguments], status, *(each.read_text() for each in texts))
+
+
+def _as_python(arguments: list[str], folder: str, more: dict[str, str], texts: list[Path]) -> None:
+    for stream, path in zip((sys.stdout, sys.stderr), texts):
+        stream.flush()
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
+    os.chdir(folder)
+    os.environ.update(more)
+    path = "" if arguments[0] == "-c" else str(Path(arguments[0]).parent)
+    sys.path[:0] = [path, *filter(None, more.get("PYTHONPATH", "").split(os.pathsep))]
+    if arguments[0] == "-c":
+        exec(arguments[1], {"__name__": "__main__"})
+        return
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")

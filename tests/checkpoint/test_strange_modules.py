@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from tests.paths import ROOT
+from tests.scripts import forked
 
 MODULES = ("evil_module", "evil_optimizer", "evil_hook", "evil_runner")
 EVIL = """
@@ -45,11 +45,10 @@ Path("raw/base.yml").write_text("{{extends: {ROOT}/configs/test/tiny_llama.yml, 
 """
 
 
-def python(folder: Path, *words, marker: Path, **more: str) -> subprocess.CompletedProcess:
+def python(folder: Path, *words, marker: Path, **more: str) -> CompletedProcess[str]:
     marker.mkdir(exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "MARKER": str(marker), **more}
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    path = f"{ROOT}{os.pathsep}{folder}"
+    return forked(*words, folder=folder, PYTHONPATH=path, MARKER=str(marker), **more)
 
 
 @pytest.fixture(scope="module")
