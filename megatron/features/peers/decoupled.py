@@ -15,6 +15,7 @@ its part of the ledger in the same way.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,16 @@ class DecoupledRounds(Rounds):
         self.last, self.total, self.grace = 0, 1 << 53, threading.Event()
 
     def finished(self, name: str) -> bool:
-        return self._announced(self.last, name)
+        return bool(self._announced(self.last, name))
+
+    def end_of(self, name: str) -> int:
+        """The round before which a peer ends: fewer than all have lines if it no longer waits for the others."""
+        end = self._announced(self.last, name).get("end")
+        return end if type(end) is int and 0 <= end < self.last else self.last
+
+    def excluded(self, round: int) -> bool:
+        before = self.line(round - 1)
+        return before is not None and before.strikes.get(self.name, 0) >= self.own.strikes
 
     def over(self) -> bool:
         return all(map(self.finished, self.own.members))
@@ -90,13 +100,14 @@ class Watch(threading.Thread):
     Args:
         base: hash of the common weights before the round.
         read: reads the contributions of a line. None while one cannot be read.
-        first: what is to be done before.
+        work: what is to be done before.
         is_there: whether the contribution of this peer is in the folder already.
 
     Attributes:
         found: the line and its contributions, once they are here.
-        known: whether the round has a line.
-        over: no peer has steps left, and the round has no line.
+        takes_part: whether this peer has a contribution to the round.
+        over: this peer ends before the round, which has no line. No peer has steps left, or
+        quiet: peers.timeout has passed.
         ahead: whether the others are further, or the contributions of the line were deleted.
         error: why the peer cannot continue.
         problem: the last error of the transport.
@@ -109,28 +120,29 @@ class Watch(threading.Thread):
         base: str,
         form: Form,
         read: Callable[[Line], Sequence[Mapping[str, Tensor]] | None],
-        first: Callable[[], None],
+        work: list[Callable[[], None]],
         is_there: bool,
     ) -> None:
         super().__init__(name="peers", daemon=True)
         self._rounds, self._round, self._base, self._form, self._read = rounds, round, base, form, read
-        self._first: Callable[[], None] | None = first
+        self._work = work
         self._offer: Callable[[], None] | None = None
-        self._takes_part, self._announced = is_there, False
+        self.takes_part, self._announced = is_there, False
         self._woken, self._ended = threading.Event(), False
-        self.over = self.known = self.ahead = self.done = False
+        self._until: float | None = None  # end of the wait for others
+        self.over = self.quiet = self.ahead = False
         self.found: tuple[Line, Sequence[Mapping[str, Tensor]]] | None = None
         self.error: Exception | None = None
         self.problem = ""
 
     def offer(self, send: Callable[[], None]) -> None:
-        self._offer = send
+        self._offer, self.takes_part = send, True
         self._woken.set()
 
     def finish(self) -> None:
-        """This peer has no steps left."""
-        if not self.done:
-            self.done = True
+        """This peer has no steps left, and no contribution to the round."""
+        if self._until is None:
+            self._until = time.monotonic() + self._rounds.own.timeout
             self._woken.set()
 
     def end(self, wait: float | None = None) -> None:
@@ -141,8 +153,8 @@ class Watch(threading.Thread):
     def run(self) -> None:
         pause = PAUSE / 64
         try:
-            while self.found is None and not self._ended:
-                retried(self._look, self._tell)
+            while self.found is None and not self.over and not self._ended:
+                retried(self._look, lambda text: setattr(self, "problem", text))
                 if self.found is None and self._woken.wait(pause):
                     self._woken.clear()
                     pause = PAUSE / 64
@@ -150,30 +162,31 @@ class Watch(threading.Thread):
         except (UserError, TooFew) as error:
             self.error = error
 
-    def _tell(self, problem: str) -> None:
-        self.problem = problem
-
     def _look(self) -> None:
         rounds = self._rounds
         if not self._announced:
-            if self._first is not None:
-                self._first()
-                self._first = None
+            while self._work:
+                self._work.pop(0)()
             if self._round < rounds.last:
                 rounds.announce(self._round)
             self._announced = True
         if self._offer is not None:
-            self._offer()
-            self._offer, self._takes_part = None, True
-        over = False
-        if self.done:
+            self.takes_part = not rounds.excluded(self._round)  # else no line would have the contribution
+            if self.takes_part:
+                self._offer()
+            self._offer = None
+        over = quiet = False
+        if self._until is not None:
+            quiet = time.monotonic() > self._until  # before the line is read: this process may be halted at any point
             if not rounds.finished(rounds.name):
                 rounds.announce(rounds.last)
             over = rounds.over()
-        decides = self._takes_part or rounds.given is not None
+        decides = self.takes_part or rounds.given is not None
         line = rounds.decide(self._round, self._base, self._form) if decides else rounds.line(self._round)
-        self.known = line is not None
-        self.over = over and line is None  # the last peer announces its end after the last line
+        if line is None and (over or quiet):  # the last peer announces its end after the last line
+            if not over:  # others may continue: the next starts of this peer, and replays, end here too
+                rounds.announce(rounds.last, end=self._round)
+            self.quiet, self.over = not over, True
         if line is not None:
             contributions = self._read(line)
             self.ahead = rounds.passed(line) if contributions is None else rounds.line(self._round + 1) is not None
@@ -192,8 +205,9 @@ class DecoupledHook(PeersHook):
         self._watch: Watch | None = None  # on rank 0
         self._plan: list[list[int]] = []  # (completed steps, next round) of rounds that the ledger has this peer apply
         self._sends: dict[int, int] = {}  # completed steps -> round of contributions that the ledger has
-        self._horizon = self._lines = 0  # steps until which the ledger is repeated, and its lines
-        self._flight = False  # whether a contribution of this peer is not decided
+        self._horizon = self._end = self._known = 0  # steps until which the ledger is repeated, its rounds and lines
+        self._closed = False  # whether this peer contributes nothing after the horizon
+        self._flight = False  # whether the round of its last contribution is not applied
         self._later: list[Callable[[], None]] = []  # work for the next watch
 
     def on_start(self, trainer: Trainer) -> None:
@@ -202,7 +216,7 @@ class DecoupledHook(PeersHook):
         facts = self._wait(trainer, lambda: self._retried(trainer, lambda: self._ledger_of(trainer)))
         if facts is None:  # a request to stop
             return
-        self._plan, self._horizon, self._lines, self._flight, newest = facts[1:]
+        self._plan, self._horizon, self._end, self._closed, self._flight, newest = facts[1:]
         self._sends = {completed: round for completed, round in facts[0]}
         before = part.round
         if newest > part.round:
@@ -224,16 +238,20 @@ class DecoupledHook(PeersHook):
     def _open(self, trainer: Trainer, identity: Mapping[str, Any]) -> list[list[int]]:
         super()._open(trainer, identity)
         assert self.rounds is not None
-        self.rounds.total = self.config.training.steps
-        self.rounds.last = self.rounds.total // self.part.interval
+        ledgers: list[Any] = [self.rounds, self.rounds.given or self.rounds]
+        for each in ledgers:
+            each.total = self.config.training.steps
+            each.last = each.total // self.part.interval
         return []
 
     def _ledger_of(self, trainer: Trainer) -> list[Any]:
         """On rank 0: what the ledger says about this peer from the completed steps on."""
         rounds, part, completed = self.rounds, self.part, trainer.completed
         assert rounds is not None
-        given = rounds.given or rounds
-        lines = given.decided_up_to(part.round)
+        given: Any = rounds.given or rounds
+        # The others may have ended since an earlier start of this peer had no steps left.
+        closed, end = rounds.given is not None or rounds.finished(rounds.name), given.end_of(rounds.name)
+        lines = min(given.decided_up_to(part.round), end)
         mine = given.mine(part.round)
         if rounds.given is None:
             try:
@@ -254,9 +272,10 @@ class DecoupledHook(PeersHook):
             whole = (line is None or rounds.has_all(line) for line in map(rounds.line, range(part.round, lines)))
             if not known or not all(whole):
                 sends, plan = [], []
-        horizon = max((each for each, _ in sends), default=-1 if rounds.given is None else completed)
-        newest = part.round if sends or rounds.given is not None or flight else lines
-        return [sends, plan if sends else [], horizon, lines, flight, newest]
+        horizon = max((each for each, _ in sends), default=completed if closed else -1)
+        newest, end = (lines, end) if rounds.given is None else (part.round, lines)
+        self._known = max((round + 1 for round, _ in mine), default=lines)
+        return [sends, plan if sends else [], horizon, end, closed, flight, part.round if sends or flight else newest]
 
     def _start_watch(self, trainer: Trainer) -> None:
         rounds, part = self.rounds, self.part
@@ -264,14 +283,8 @@ class DecoupledHook(PeersHook):
         if rounds is None or part.round >= rounds.last:
             return
         later, self._later = self._later, []
-
-        def first() -> None:
-            while later:
-                later.pop(0)()
-
         rounds.grace.clear()
-        base = part.base(part.round)
-        self._watch = Watch(rounds, part.round, base, part, self._read, first, self._flight)
+        self._watch = Watch(rounds, part.round, part.base(part.round), part, self._read, later, self._flight)
         self._watch.start()
 
     def _at_border(self, trainer: Trainer) -> None:
@@ -279,12 +292,12 @@ class DecoupledHook(PeersHook):
         part, completed = self.part, trainer.completed
         while self._plan and self._plan[0][0] <= completed and trainer.stop_reason is None:
             self._repeat(trainer, self._plan.pop(0)[1])
-        if completed > self._horizon and self.own.replay is None:
+        if completed > self._horizon:
             self._take(trainer)
         if trainer.stop_reason is not None:
             return
-        ended = self.own.replay is not None and completed >= self._horizon
-        ended = ended or completed >= trainer.steps or part.round >= self._last(trainer)
+        ended = self._closed and completed >= self._horizon
+        ended = ended or completed >= trainer.steps or part.round >= self._end
         if ended or self._may_send(trainer):
             trainer.settle()  # its numbers may demand to go back: before they are shared
         if trainer.back is not None:
@@ -296,16 +309,13 @@ class DecoupledHook(PeersHook):
         if ended:
             self._finish(trainer)
 
-    def _last(self, trainer: Trainer) -> int:
-        return trainer.steps // self.part.interval
-
     def _may_send(self, trainer: Trainer) -> bool:
         part, completed = self.part, trainer.completed
         if completed <= self._horizon:
             return self._sends.get(completed) == part.round
         is_time = completed - part.sent >= part.interval or completed >= trainer.steps
         new = completed > max(part.received[part.round % self.own.fragments], part.sent)
-        return is_time and new and not self._flight and part.round < self._last(trainer) and self.own.replay is None
+        return is_time and new and not self._flight and part.round < self._end
 
     def _send(self, trainer: Trainer) -> None:
         part, round, completed = self.part, self.part.round, trainer.completed
@@ -335,11 +345,7 @@ class DecoupledHook(PeersHook):
         watch.offer(send)
 
     def _state(self) -> str | None:
-        """On rank 0: whether a line can be applied, and whether the others are further.
-
-        Raises:
-            UserError, TooFew: the peer cannot continue.
-        """
+        """On rank 0: whether a line can be applied, and whether the others are further. Raises the watch's error."""
         watch = self._watch
         if watch is None:
             return None
@@ -370,6 +376,8 @@ class DecoupledHook(PeersHook):
 
     def _repeat(self, trainer: Trainer, to: int) -> None:
         """Apply rounds below `to`, as the ledger says."""
+        if self._may_send(trainer):  # the peer has contributed, started again at this step, and then applied them
+            self._send(trainer)
         if to == self.part.round + 1:
             here = lambda: LINE if self._state() and self._watch and self._watch.found else None  # noqa: E731
             self._apply(trainer, self._wait(trainer, here))
@@ -420,7 +428,7 @@ class DecoupledHook(PeersHook):
 
         end = self._wait(trainer, decided) if to is None else to
         if end is not None:
-            self._wait(trainer, lambda: self._caught_up(trainer, end) or None)
+            self._wait(trainer, lambda: self._caught_up(trainer, min(end, self._end)) or None)
         part.round = self.world.communicator.broadcast(part.round)  # a stop may end it earlier
         self._adopt(trainer, before)
         if part.round > before + 1:
@@ -432,8 +440,16 @@ class DecoupledHook(PeersHook):
         rounds, part = self.rounds, self.part
 
         def took_part() -> bool:
-            lines = map(rounds.line, range(before, part.round)) if rounds is not None else ()
-            return any(line is not None and line.has(self.own.name or "") for line in lines)
+            assert rounds is not None
+            lines = [each for each in map(rounds.line, range(before, part.round)) if each and each.has(rounds.name)]
+            mine = [(each.round, each.members[each.names.index(rounds.name)]["completed"]) for each in lines]
+            late = [each for each in mine if each[0] >= self._known and each != (before, part.sent)]
+            if late:
+                raise UserError(
+                    f"round {late[0][0]} has a contribution of {rounds.name} after {late[0][1]} steps that this "
+                    "process has not made. It arrived late from an earlier start. Start this peer again: it repeats it"
+                )
+            return bool(mine)
 
         if part.round > before:
             if self._from_rank_0(took_part):
@@ -448,29 +464,26 @@ class DecoupledHook(PeersHook):
 
     def _finish(self, trainer: Trainer) -> None:
         """No steps are left, or no rounds: wait for the rounds of the others, and end with the common weights."""
-        part, last = self.part, self._last(trainer)
-        if self.own.replay is not None:
-            last = self._lines
+        part = self.part
 
         def look() -> str | None:
             watch, found = self._watch, self._state()
-            if found is None and watch is not None and not self._flight:
+            if found is None and watch is not None and not watch.takes_part and self.own.replay is None:
                 watch.finish()
-                quiet = self.own.replay is None and self._waited > self.own.timeout and not watch.known
-                if quiet and not watch.over:
-                    trainer.log(
-                        f"warning: no round for {self.own.timeout:g} s (peers.timeout): the run ends with the common "
-                        f"weights of round {part.round} of {last}"
-                    )
-                return END if watch.over or quiet else None
+                return END if watch.over else None
             return found
 
-        while part.round < last:
+        while part.round < self._end:
             found = self._wait(trainer, look)
             if found is None:
                 trainer.open = trainer.completed >= trainer.steps
                 return
             if found == END:
+                if self._watch is not None and self._watch.quiet:
+                    trainer.log(
+                        f"warning: no round for {self.own.timeout:g} s (peers.timeout): the run ends with the common "
+                        f"weights of round {part.round} of {self._end}"
+                    )
                 break
             self._apply(trainer, found)
             if self._may_send(trainer):

@@ -50,7 +50,7 @@ class Waiting:
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     bad: dict[str, str] = field(default_factory=dict)
     scored: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
-    announced: set[str] = field(default_factory=set)
+    announced: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def jumps_can_be(jumps: Any) -> bool:

@@ -38,7 +38,7 @@ def tree_mean(deltas: Sequence[Tensor]) -> Tensor:
 def merged(name: str, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Decoupled DiLoCo's merge of a tensor of this name, in float64. All means are weighted. In layers it is the mean
     norm, in the direction of the mean of the directions: orthogonal deltas of more peers do not make it shorter. Other
-    tensors have the mean of the deltas."""
+    tensors, and opposite deltas, have the mean of the deltas."""
     wide, total = [each.double() for each in deltas], fsum(weights)
     mean = tree_sum(each * (weight / total) for each, weight in zip(wide, weights, strict=True))
     assert mean is not None
@@ -46,7 +46,8 @@ def merged(name: str, deltas: Sequence[Tensor], weights: Sequence[float]) -> Ten
         norms = [norm_of(each) for each in wide]
         known = [(each, weight / total, norm) for each, weight, norm in zip(wide, weights, norms, strict=True) if norm]
         direction = tree_sum(each * (weight / norm) for each, weight, norm in known) if known else None
-        if direction is not None and (length := norm_of(direction)) > 0:
+        # In a shorter sum of directions only the rounding of the deltas is left.
+        if direction is not None and (length := norm_of(direction)) > torch.finfo(deltas[0].dtype).eps:
             mean = direction * (fsum(weight * norm for _, weight, norm in known) / length)
     return mean.to(deltas[0].dtype)
 

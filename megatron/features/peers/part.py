@@ -103,8 +103,7 @@ class OuterState(EnginePart):
 
     def whole_state(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Tensors of a state in the folder: common weights and velocity. Residuals are each peer's own."""
-        kinds = [kind for kind in self.states if kind != RESIDUAL]
-        return {f"{name}.{kind}": (self.shapes[name], self.types[name]) for kind in kinds for name in self.shapes}
+        return {name: (tuple(each.shape), each.dtype) for name, each in self.to_publish().items()}
 
     def to_publish(self) -> dict[str, Tensor]:
         shared = {kind: each for kind, each in self.states.items() if kind != RESIDUAL}

@@ -265,10 +265,10 @@ class Rounds:
         before, waiting = self.line(round - 1), self._waiting.setdefault(round, Waiting())
         strikes = dict(before.strikes) if before else {}
         allowed = [each for each in self.own.members if strikes.get(each, 0) < self.own.strikes]
+        waited = (time.monotonic() if now is None else now) - waiting.since  # before a halt, in which others arrive
         self._read(round, allowed, base, form, waiting)
         if self.given is not None:
             return self._repeat(round, waiting)
-        waited = (time.monotonic() if now is None else now) - waiting.since
         good, refused = self._within_norm(waiting)
         awaited = [each for each in allowed if self._awaits(round, each, before)]
         missing = [each for each in awaited if each not in good and each not in refused]
@@ -314,21 +314,20 @@ class Rounds:
         return waited > self.own.timeout
 
     def _awaits(self, round: int, name: str, before: Line | None) -> bool:
-        return before is None or before.has(name) or self._announced(round, name)
+        return before is None or before.has(name) or bool(self._announced(round, name))
 
-    def _announced(self, round: int, name: str) -> bool:
-        """Whether a member has announced that it trains for a round. Others cannot do that in its name."""
+    def _announced(self, round: int, name: str) -> dict[str, Any]:
+        """Facts of the message by which a member has announced a round, or none. Others cannot do that in its name."""
         announced = self._waiting.setdefault(round, Waiting()).announced
         if name not in announced:
             try:
                 message = self.folder.read_up_to(f"announced/{number(round)}/{name}", HEAD_LIMIT)
                 if message is None:
-                    return False
-                self.unseal(message, "announced", round, peer=name)
+                    return {}
+                announced[name] = self.unseal(message, "announced", round, peer=name)[0]
             except (Refused, Unreadable):
-                return False
-            announced.add(name)
-        return True
+                return {}
+        return announced[name]
 
     def _within_norm(self, waiting: Waiting) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         norms = sorted(each["norm"] for each in waiting.good.values())

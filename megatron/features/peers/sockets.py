@@ -299,7 +299,9 @@ class _Client:
     def ask(self, operation: str, name: str, payload: bytes, **facts: Any) -> tuple[dict[str, Any], bytes]:
         try:
             return self._once(operation, name, payload, **facts)
-        except (OSError, Refused):
+        except (OSError, Refused) as error:
+            if isinstance(error.__cause__, TimeoutError):  # a lost host costs one attempt
+                raise
             return self._once(operation, name, payload, **facts)  # the server may have been started again
 
     def _once(self, operation: str, name: str, payload: bytes, **facts: Any) -> tuple[dict[str, Any], bytes]:
@@ -318,7 +320,7 @@ class _Client:
         return reply, content
 
     def _connect(self) -> None:
-        self._socket = socket.create_connection(self._address, PATIENCE)
+        self._socket = socket.create_connection(self._address, min(PATIENCE, self._within or PATIENCE))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._nonce, self._number = _read(self._socket, NONCE).hex(), 0
 

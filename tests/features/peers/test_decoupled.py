@@ -227,14 +227,15 @@ def test_the_last_line_is_seen_before_the_end_of_all():
         return []
 
     rounds: Any = SimpleNamespace(
-        last=9, given=None, announce=lambda round: None, finished=lambda name: True, over=lambda: True, name="a",
-        line=lambda round: line if round == 3 else None,
+        last=9, given=None, own=SimpleNamespace(timeout=20.0), announce=lambda round: None,
+        finished=lambda name: True, over=lambda: True,
+        line=lambda round: line if round == 3 else None, name="a",
     )  # fmt: skip
-    watch = Watch(rounds, 3, "x", None, read, lambda: None, False)  # type: ignore[arg-type]
+    watch = Watch(rounds, 3, "x", None, read, [], False)  # type: ignore[arg-type]
     watch.finish()
     watch._look()
-    assert seen == [False] and not watch.over and watch.known and watch.found == (line, [])
-    later = Watch(rounds, 4, "x", None, read, lambda: None, False)  # type: ignore[arg-type]
+    assert seen == [False] and not watch.over and watch.found == (line, [])
+    later = Watch(rounds, 4, "x", None, read, [], False)  # type: ignore[arg-type]
     later.finish()
     later._look()
     assert later.over and later.found is None
@@ -300,5 +301,10 @@ def test_merges():
     torch.testing.assert_close(radial, torch.tensor([1.0, 3.0]) * (0.25 * 3 + 0.75 * 4) / 10**0.5)
     assert torch.equal(merged("layers.0.w", [0 * one, 0 * one], [1.0, 2.0]), 0 * one)
     torch.testing.assert_close(merged("layers.0.w", [one, -one], [1.0, 1.0]), 0 * one)
+    nearly = -torch.nextafter(one, 2 * one)  # opposite but for rounding, which must not become a step of full length
+    assert merged("layers.0.w", [one, nearly], [1.0, 1.0]).norm() < 1e-6
+    for size in (1e-45, 1e-30, 1e38):
+        each = merged("layers.0.w", [size * (one / 3), size * (other / -4)], [1e-300, 1.0])
+        assert bool(each.isfinite().all()), size
     draw = torch.randn(1001, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert norm_of(draw) == pytest.approx(float(draw.norm()), rel=1e-14)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import secrets
+import shutil
 import socket
 import struct
 import threading
@@ -179,6 +180,54 @@ def test_a_reply_that_drips_ends_after_a_timeout():
         ServedFolder(made.url, made.signer, "peers", "b", "a", 0.3).read_up_to(NAME, 1000)
     assert time.monotonic() - begin < 3
     made.server.close()
+
+
+@pytest.mark.parametrize("backlog", [0, 8])
+def test_a_lost_host_costs_one_timeout(backlog):
+    """Its packets are lost, before or after the connection is made."""
+    with socket.socket() as lost, contextlib.ExitStack() as stack:
+        lost.bind(("127.0.0.1", 0))
+        lost.listen(backlog)
+        while backlog == 0 and _reached(lost.getsockname(), stack):
+            pass
+        url, begin = f"tcp://127.0.0.1:{lost.getsockname()[1]}", time.monotonic()
+        with pytest.raises(OSError, match="timed out"):
+            ServedFolder(url, Signer(KEY, None), "peers", "b", "a", 0.3).read_up_to(NAME, 1000)
+        assert 0.2 < time.monotonic() - begin < 5
+
+
+def _reached(address: tuple[str, int], stack: contextlib.ExitStack) -> bool:
+    try:
+        stack.enter_context(socket.create_connection(address, 0.2))
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_a_lost_disk_in_an_open_round(company, tmp_path):
+    """A contribution that no other peer has read is late. One that a line names is there again after a restart."""
+    form: Any = SimpleNamespace(expected=lambda round: {"w": ((4,), torch.float32)}, fits=lambda *_: True)
+    a, b, c = (Rounds(each._own, Signer(KEY, None), each) for each in company.folders.values())
+    for each in (a, b):
+        for round in range(3):
+            each.contribute(round, {"w": torch.ones(4)}, base="x", jumps=[])
+    later = time.monotonic() + 601.0
+    b.contribution(1, "a", form)
+    written = a.decide(2, "x", form, later)
+    shutil.rmtree(tmp_path / "a/contributions")
+    assert b.decide(0, "x", form) is None  # it may still come
+    line = b.decide(0, "x", form, later)
+    assert line is not None and line.names == ["b"] and line.absent == {"a": "silent", "c": "silent"}
+    assert line.strikes == {}
+    line = c.decide(1, "x", form, later)  # b has read it
+    assert line is not None and line.names == ["a", "b"]
+    assert written is not None and written.names == ["a", "b"]
+    with pytest.raises(OSError, match="cannot be read from a peer"):
+        b.named(written, form)
+    again = Rounds(company.folders["a"]._own, Signer(KEY, None), company.folders["a"])
+    assert again.contribute(2, {"w": torch.ones(4)}, base="x", jumps=[])
+    b.folder._rest.clear()  # type: ignore[attr-defined]
+    assert len(b.named(written, form)) == 2
 
 
 def test_members_read_contributions_and_states_only(company, tmp_path):
