@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.kinds.common.recurrence.decays import chunk_product
-from megatron.kinds.common.recurrence.pieces import document_starts
+from megatron.kinds.common.recurrence.pieces import document_bounds, document_starts
 from megatron.kinds.common.recurrence.sequence_scan import carried_by_decay, carried_by_matrix
 from megatron.kinds.gated_delta import delta_rule
 from megatron.kinds.mamba import selective_scan, ssd
@@ -253,3 +253,13 @@ def test_states_reach_every_rank(kind: str):
         assert relative(found, states[rank].detach()) < EXACT or rank == 0 and not found.any()
         torch.testing.assert_close(of_made, made.grad[rank], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(of_left, left.grad[rank], rtol=1e-12, atol=1e-12)
+
+
+def test_bounds_of_documents_are_found_once_for_all_layers():
+    documents = torch.tensor([[0, 0, 1, 1, 1], [2, 3, 3, 4, 4]])
+    starts = document_starts(documents)
+    bounds = document_bounds(starts)
+    assert bounds.tolist() == [0, 2, 5, 6, 8, 10] and bounds.dtype == torch.int64
+    assert document_bounds(starts) is bounds  # kernels know their own plans by the object
+    assert document_bounds(document_starts(torch.zeros_like(documents))).tolist() == [0, 5, 10]
+    assert document_bounds(starts.clone()).tolist() == bounds.tolist()

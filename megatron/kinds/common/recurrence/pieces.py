@@ -12,9 +12,12 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron.model.stream import Stream
 from megatron.parallel.layers.context import ContextGroup
+
+_bounds = WeakIdKeyDictionary()  # of starts that are in use
 
 
 def document_starts(documents_BS: Tensor, continued_B: Tensor | None = None) -> Tensor:
@@ -37,11 +40,13 @@ def document_starts(documents_BS: Tensor, continued_B: Tensor | None = None) -> 
 def document_bounds(starts_BS: Tensor) -> Tensor:
     """Begins of documents in the concatenated samples, and the end, int64: `cu_seqlens` of kernels.
 
-    Their number depends on the data, so the host waits for the device: make it once for all layers.
+    Their number depends on the data, so the host waits for the device: once for all layers that have the same starts.
     """
-    places = torch.arange(starts_BS.shape[1], device=starts_BS.device)
-    begins = (starts_BS == places).flatten().nonzero().flatten()
-    return torch.cat([begins, begins.new_tensor([starts_BS.numel()])])
+    if starts_BS not in _bounds:
+        places = torch.arange(starts_BS.shape[1], device=starts_BS.device)
+        begins = (starts_BS == places).flatten().nonzero().flatten()
+        _bounds[starts_BS] = torch.cat([begins, begins.new_full((1,), starts_BS.numel())])
+    return _bounds[starts_BS]
 
 
 class Continued(Protocol):
