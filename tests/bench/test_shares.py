@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from bench.shares import OUTSIDE, shares, table
 from tests.paths import ROOT
+from tests.scripts import forked
 
 
 def column(contender: str, seconds: dict[str, float]) -> dict:
@@ -39,9 +37,8 @@ def test_small_operations_are_added_up():
 
 def test_of_a_real_step():
     words = ("--shapes", "tiny", "--precision", "fp32", "--sequence", "32", "--vocabulary", "256", "--steps", "2")
-    command = [sys.executable, "-m", "bench", "shares", *words, "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    program = ROOT / "bench" / "__main__.py"
+    done = forked(program, "shares", *words, "--json", folder=ROOT, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(done.stdout.strip().splitlines()[-1])
     seconds = found["seconds"]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from megatron.worker.network import listen_on
 from tests.paths import ROOT
+from tests.scripts import forked
 
 ENDING = """
 import atexit, sys, threading, time
@@ -30,7 +29,7 @@ leave_process(3)
 
 
 def test_threads_are_waited_for_and_the_status_is_that_of_the_rank() -> None:
-    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = forked("-c", ENDING, folder=ROOT)
     assert done.returncode == 3, done.stderr
     assert done.stdout.split() == ["done", "pool", "thread", "registered"] and not done.stderr
 
@@ -75,17 +74,8 @@ def test_the_rank_that_hosts_the_store_leaves_last() -> None:
     with listen_on("127.0.0.1", one_host=True) as free:
         port = free.getsockname()[1]
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", LAST_ROUND],
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    for rank, (out, error) in enumerate([each.communicate(timeout=300) for each in started]):
-        assert started[rank].returncode == 0, error
-        assert out.splitlines()[-1] == "all is saved"
+    own = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"} for rank in range(2)]
+    with ThreadPoolExecutor(2) as both:
+        for done in both.map(lambda more: forked("-c", LAST_ROUND, folder=ROOT, **more), own):
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.splitlines()[-1] == "all is saved"
