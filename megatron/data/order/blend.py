@@ -105,7 +105,7 @@ def build_arrays(weights: np.ndarray, size: int) -> Arrays:
     """
     blocks, kinds = max(1, -(-size // BLOCK)), len(weights)
     dtype = np.uint8 if kinds < 255 else np.uint16
-    sources = np.empty((blocks, BLOCK), dtype)
+    sources = np.empty((blocks, min(BLOCK, size)), dtype)
     starts = np.zeros((blocks + 1, kinds), np.float64)
     for begin in range(0, blocks, _TOGETHER):
         _simulate(weights, sources, starts, begin, min(begin + _TOGETHER, blocks))
@@ -122,8 +122,8 @@ def _simulate(weights: np.ndarray, sources: np.ndarray, starts: np.ndarray, begi
     pending = np.arange(begin, end)
     ends = np.empty((end - begin, len(weights)))
     while len(pending):
-        part = np.empty((len(pending), BLOCK), sources.dtype)
-        ends[pending - begin] = draw(weights, starts[pending], first[pending - begin], BLOCK, part)
+        part = np.empty((len(pending), sources.shape[1]), sources.dtype)
+        ends[pending - begin] = draw(weights, starts[pending], first[pending - begin], sources.shape[1], part)
         sources[pending] = part
         wrong = np.flatnonzero((ends[:-1] != starts[begin + 1 : end]).any(axis=1)) + begin + 1
         starts[wrong] = ends[wrong - 1 - begin]
