@@ -13,7 +13,7 @@ ENV DEBIAN_FRONTEND=noninteractive \
     PYTHONUNBUFFERED=1 \
     PIP_NO_CACHE_DIR=1
 
-# Versions of system packages are those of the pinned image's release; the mirror drops old ones, so they cannot be pinned.
+# System packages have the versions of the pinned image's release. The mirror drops old ones, so they cannot be pinned.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
@@ -21,7 +21,7 @@ RUN apt-get update \
         openssh-client openssh-server pdsh python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
-# 1000 is the image's user `ubuntu`, and the number that most people have; a run needs no root.
+# 1000 is the image's user `ubuntu`, and the number that most people have. A run needs no root.
 RUN mkdir /megatron && chown 1000:1000 /megatron
 USER 1000
 WORKDIR /megatron

@@ -8,22 +8,22 @@ export PYTHON
 help:
 	@echo 'make quickstart   install, make a corpus, train a small model on it, and see what it writes (minutes, no GPU needed)'
 	@echo 'make test         install, and run the tests of the code'
-	@echo 'make layouts      every architecture on every axis and every layout, against one process; resuming on another layout'
+	@echo 'make layouts      every architecture on every axis and every layout, against one process, and resumed on another layout'
 	@echo 'make tour         README, quick starts, notebook, example package, benchmarks and doctor, as a reader would run them'
 	@echo 'make hosts        every way to start ranks on several hosts, for real: namespaces with their own sshd and Slurm (needs root)'
-	@echo 'make test-slow    what make test leaves out: the rest of the matrix of layouts, kill loops, more runners (an hour)'
+	@echo 'make test-slow    more than make test has: the rest of the matrix of layouts, kill loops, more runners (an hour)'
 	@echo 'make test-fast    one case of every test that takes under a second: what to run while you work (3 minutes)'
 	@echo 'make numerics     the tests of numbers again, as a processor with fewer instructions computes them'
 	@echo 'make gpu-host     kernels, waits, copies and messages of steps on a GPU that computes nothing (torch with CUDA, no GPU)'
 	@echo 'make torch TORCH=2.14.1   the quick start and a part of the layouts, with another version of torch'
 	@echo 'make durations    the whole suite, and tests/durations.json, from which order and choice of tests follow'
-	@echo 'make bench        measure speed and memory beside other programs, and write the tables of docs/benchmarks.md'
+	@echo 'make bench        measure speed and memory next to other programs, and write the tables of docs/benchmarks.md'
 	@echo 'make package      build wheel and sdist, and try them outside of the repository'
 	@echo 'make site         the documentation as a site, in build/site'
 	@echo 'make lint         check the source: mistakes and format (ruff), types (mypy), English (docs/style.md)'
 	@echo 'make docs         write the generated pages of docs/ again'
 	@echo 'make venv         only install, into $(VENV)'
-	@echo 'Variables: PYTHON=python3.12 makes the environment with another interpreter, VENV=folder elsewhere;'
+	@echo 'Variables: PYTHON=python3.12 makes the environment with another interpreter, VENV=folder elsewhere.'
 	@echo '           JOBS=4 runs four files of tests side by side (distributed ones have up to eight processes each).'
 
 quickstart: venv
@@ -45,7 +45,7 @@ test: dev
 layouts: dev
 	$(PYTEST) -m 'layouts and not slow'
 
-# What the documentation tells a reader to type, typed: installed commands, the README on one host and on several, ...
+# The commands of the documentation: installed commands, the README on one host and on several, ...
 tour: dev
 	$(PYTEST) -m 'tour and not slow'
 
@@ -69,7 +69,7 @@ COUNTING := traffic process_groups told_phases device_placement kernel_counts de
 NUMERICAL := $(patsubst %,--ignore-glob='*/test_*%*',$(COUNTING)) $(wildcard tests/features/adapters tests/features/multi_token tests/kinds tests/model tests/objectives tests/parallel) tests/engine tests/fuzz \
 	$(wildcard tests/engine/test_layouts*.py tests/training/test_layouts*.py)
 
-# What inductor has compiled for all instructions gives nan where torch uses fewer, so these runs have a cache of their own.
+# Inductor's code for all instructions gives nan where torch uses fewer, so these runs have a cache of their own.
 # The cases of a test have one bound and one code, and all of them run with all instructions: every third is enough here.
 SAMPLE ?= 3
 numerics: dev
@@ -106,7 +106,7 @@ lint: dev
 	$(RUN) -m mypy
 	$(RUN) -m pytest -q -p no:cacheprovider tests/test_style.py
 
-# Rows that are there already are kept: an interrupted run goes on. BENCH='--only start data', '--clock wall', '--fresh', ...
+# Rows that are there already are kept: an interrupted run continues. BENCH='--only start data', '--clock wall', '--fresh', ...
 PEERS := $(CURDIR)/build/peers
 bench: dev $(PEERS)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS):$(CURDIR) $(RUN) -m bench page $(BENCH)

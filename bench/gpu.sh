@@ -24,7 +24,7 @@ cd "$(dirname "$0")/.." || exit 2
 name=$device
 python3 -c 'import deepspeed, pydantic, pytest, safetensors, torch, transformers, xdist, yaml' || exit 2
 
-within() { # LIMIT COMMAND...: at most so many seconds, and no more than are left
+within() { # LIMIT COMMAND...: at most LIMIT seconds, and no more than are left
     local left=$((budget - SECONDS))
     ((left > 20)) || return 125
     timeout --signal="${SIGNAL:-TERM}" --kill-after=15 "$(($1 < left ? $1 : left))" "${@:2}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from megatron.config.features.feature import Feature, Keys
-from megatron.config.problems import Problem
-from megatron.config.rule_context import RuleContext
 from megatron.config.section import Section, key
+
+if TYPE_CHECKING:  # features are read while the schema is made, before these modules can be imported
+    from megatron.config.problems import Problem
+    from megatron.config.rule_context import RuleContext
 
 
 class WorstLabelOptions(Section):
@@ -28,7 +31,7 @@ def has_use(context: RuleContext) -> Iterator[Problem]:
         yield context.warning(
             "worst_label.above",
             "worst_label.enabled",
-            rule="must go with worst_label.enabled; it has no effect here",
+            rule="must go with worst_label.enabled. It has no effect here",
             fix="set worst_label.enabled=true, or remove it",
         )
 
