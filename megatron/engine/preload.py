@@ -5,16 +5,14 @@ from __future__ import annotations
 import gc
 
 import deepspeed.module_inject.auto_ep_layer
-import deepspeed.ops.op_builder.all_ops
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+import deepspeed.ops.op_builder.all_ops  # noqa: F401
 import setuptools  # noqa: F401
 
 import megatron.engine.engine  # noqa: F401
-from megatron.config.kind import kinds_of
 from megatron.config.schema import catalog
+from megatron.engine.deepspeed.process import import_muon
 
-for kind in kinds_of().values():
-    _ = kind.module
+import_muon()
 catalog()  # of all keys, made at the first use
 gc.collect()
 gc.freeze()  # shared with the workers, whose collections skip it

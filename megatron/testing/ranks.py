@@ -25,6 +25,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
+from megatron.config.kind import kinds_of
+
 TIMEOUT = 400.0
 PATIENCE = timedelta(seconds=240)  # of a collective: shorter, so that a waiting rank reports its place
 THREADS = 60
@@ -49,7 +51,8 @@ class RankPool:
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         context = get_context("forkserver")
-        context.set_forkserver_preload(["megatron.engine.preload"])
+        kinds = sorted({kind.layer.partition(":")[0] for kind in kinds_of().values()})
+        context.set_forkserver_preload([*kinds, "megatron.engine.preload"])  # which freezes them all
         with _environment(**SETTINGS):
             for rank in range(size):
                 ours, theirs = context.Pipe()

@@ -17,6 +17,7 @@ from megatron.engine.deepspeed.without_values import without_values
 from megatron.engine.engine import build_engine
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
+from megatron.rehearsal.command import PRELOADED
 from megatron.rehearsal.rank import _group_of_nobody
 from tests.paths import ROOT
 
@@ -59,7 +60,9 @@ def made(name: str, rank: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_rank_makes_no_group_that_it_is_not_in_and_none_twice(name):
     rank = LAYOUTS[name][2] // 2 + 1
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with ProcessPoolExecutor(1, context) as pool:
         groups = pool.submit(made, name, rank).result()
     assert [group for group in groups if rank not in group] == []
     several = [group for group in groups if len(group) > 1]

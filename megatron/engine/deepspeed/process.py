@@ -25,8 +25,7 @@ def prepare_deepspeed(device: torch.device) -> None:
     """Import DeepSpeed without compiling or printing. Call once per process, before the process group exists.
 
     On CPUs, its init_distributed would build an extension that only inference uses. A rank killed meanwhile leaves a
-    lock that hangs every later run. Its ZeRO imports its Muon, unused here, whose decorators would import torch's
-    compiler: seconds of every rank's start.
+    lock that hangs every later run.
     """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -35,11 +34,20 @@ def prepare_deepspeed(device: torch.device) -> None:
     # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 has deprecated, once per step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed.ops
-    from deepspeed.runtime import compiler
     from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    import_muon()
+
+
+def import_muon() -> None:
+    """Import DeepSpeed's Muon, which its ZeRO imports and which is unused here.
+
+    Its decorators would import torch's compiler: seconds of every rank's start.
+    """
+    from deepspeed.runtime import compiler
+
     with mock.patch.object(compiler, "compile", lambda: compiler.dummy_decorator):
         import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
 
