@@ -15,6 +15,7 @@ import platform
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,19 @@ def versions() -> dict[str, str]:
     """Versions of the programs that make a checkpoint. Packages that are not installed are omitted."""
     found = {"python": platform.python_version()}
     for package in ("torch", "deepspeed", "transformers", "safetensors", "numpy"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+        if (version := _installed(package)) is not None:
+            found[package] = version
     from ... import __version__
 
     return {"megatron": __version__, **found}
+
+
+@cache  # a look-up parses the package's metadata
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 IMPORTED = "hugging_face"  # key of `extra`: an imported model's further facts. Runs that start from it keep them

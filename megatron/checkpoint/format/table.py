@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from math import prod
 from typing import Any
 
@@ -31,10 +30,12 @@ ROW = np.dtype([
 
 
 def tensor_to_dict(tensor: LogicalTensor) -> dict[str, Any]:
-    values = {**asdict(tensor), "role": tensor.role.value}
+    values = {**vars(tensor), "role": tensor.role.value}  # `asdict` copies deeply
     del values["scales"]  # belongs to the run, not to the checkpoint
-    if tensor.shard is not None and tensor.shard.across is None:
-        del values["shard"]["across"], values["shard"]["columns"]
+    if tensor.shard is not None:
+        values["shard"] = {**vars(tensor.shard)}
+        if tensor.shard.across is None:
+            del values["shard"]["across"], values["shard"]["columns"]
     return values
 
 
