@@ -6,6 +6,7 @@ All layouts of `make layouts` at ZeRO 1 and 2 are compared with one process; her
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,7 @@ from megatron.parallel.layout.layout import Layout
 from megatron.parallel.messages.traffic import Tally
 from megatron.parallel.transport.shared_sums import SharedSums
 from megatron.plan.messages.predict import predict
-from tests.engine.test_traffic import counted, exact
+from tests.engine.test_traffic import exact, trained_and_counted
 from tests.training import runs
 from tests.training.matrix import cases
 from tests.workers import run
@@ -53,13 +54,21 @@ def by_deepspeed(work: Callable[..., Any], values: dict[str, Any], ranks: int) -
         return work(values, ranks)
 
 
+@cache
+def both(name: str) -> tuple[dict[str, Any], int, list, list]:
+    """A pair's values without clipping, its ranks, and each rank's results and accounts: ours, and DeepSpeed's."""
+    values, ranks = values_of(name, **SMALL)
+    values = overlay(values, {"optimizer": {"gradient_clipping": 1e3}})
+    ours = run(ranks, trained_and_counted, values, ranks)
+    return values, ranks, ours, run(ranks, by_deepspeed, trained_and_counted, values, ranks)
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_sums_are_those_of_deepspeed(name: str):
     """Of two numbers there is one sum, so without clipping losses and masters have the same bits. Norms are added up
     in another order: of parts of ranks, each an fp32 sum with a relative error below 1e-6."""
-    values, ranks = values_of(name, **SMALL)
-    values = overlay(values, {"optimizer": {"gradient_clipping": 1e3}})
-    ours, theirs = run(ranks, runs.train, values, ranks), run(ranks, by_deepspeed, runs.train, values, ranks)
+    _, _, *found = both(name)
+    ours, theirs = ([result for result, _ in own] for own in found)
     for mine, other in zip(ours, theirs):
         assert mine[0] == other[0] and mine[2] == other[2]
         assert mine[1] == pytest.approx(other[1], rel=2e-6)
@@ -72,17 +81,16 @@ def test_the_sums_are_those_of_deepspeed(name: str):
 def test_half_the_bytes_of_an_all_reduce(name: str):
     """The account has what is predicted, several buckets, and no all-reduce of gradients of replicas. DeepSpeed sends
     each element in an all-reduce. A rank then sends twice as much as in a reduce-scatter of these bytes."""
-    values, ranks = values_of(name, **SMALL)
+    values, ranks, ours, others = both(name)
     config = resolve(values, ranks=ranks)
     assert scatters_gradients(config, Layout.of(config, ranks))
     predicted = [predict(config, ranks, rank, weighted=True) for rank in range(ranks)]
-    found = run(ranks, counted, values, ranks)
-    for own, steps in zip(predicted, found):
+    for own, (_, steps) in zip(predicted, ours):
         assert exact(own, own.step) == exact(own, Tally.of_rows(steps[-1]))
     step = predicted[0].step.by("phase", "group", "operation")
     messages, size = step["backward", "data", "reduce_scatter"]
     assert messages > 3 and ("backward", "data", "all_reduce") not in step
-    theirs = run(ranks, by_deepspeed, counted, values, ranks)[0][-1]
+    theirs = others[0][1][-1]
     summed = sum(
         row[-1]
         for row in theirs

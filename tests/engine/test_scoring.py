@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -105,22 +107,29 @@ def alone(model: Model, text: Text) -> tuple[float, bool]:
     return float(logs.gather(1, targets.unsqueeze(1)).sum()), bool((logs.argmax(-1) == targets).all())
 
 
+@cache
+def scored(architecture: str, layout: str) -> list:
+    """Results of `on_layout` on each rank."""
+    settings, ranks = settings_of(architecture, layout)
+    return run(ranks, on_layout, settings, ranks)
+
+
 @pytest.mark.parametrize(("architecture", "layout"), PAIRS, ids=lambda word: word.replace(" ", "-"))
 def test_scores_are_those_of_one_process(architecture, layout):
-    check(*settings_of(architecture, layout))
+    check(settings_of(architecture, layout)[0], scored(architecture, layout))
 
 
 def test_positions_that_ranks_cannot_share_evenly_are_left():
     """Of 18 learned positions two ranks have 9 each, and with a zigzag cut that is no two equal runs."""
     settings, ranks = settings_of("gpt2", "cp2 by ring, ZeRO 0")
-    check(matrix.merged(settings, {"model": {"embedding": {"max_positions": 18}}}), ranks)
+    settings = matrix.merged(settings, {"model": {"embedding": {"max_positions": 18}}})
+    check(settings, run(ranks, on_layout, settings, ranks))
 
 
-def check(settings: dict, ranks: int) -> None:
+def check(settings: dict, results: list) -> None:
     plain = {k: v for k, v in settings.items() if k not in ("parallel", "zero")}
     model = plain_model(plain)
     V = model.plan.config.model.vocab_size
-    results = run(ranks, on_layout, settings, ranks)
     assert all(each == results[0] for each in results[1:]), "ranks disagree"
     found, sampled, greedy, _ = results[0]
     for (log_likelihood, is_greedy), text in zip(found, texts(V), strict=True):
@@ -165,8 +174,7 @@ def test_tensor_ranks_read_less_as_one_process_does(tmp_path, way, heads):
 @pytest.mark.parametrize("layout", ["pp2", "dp2, ZeRO 3, one micro-batch", "tp2, sequence parallel"])
 def test_training_goes_on_as_if_nothing_had_been_scored(layout):
     settings, ranks = settings_of("neox", layout)
-    scored = [each[3] for each in run(ranks, on_layout, settings, ranks)]
-    assert scored == run(ranks, untouched, settings, ranks)
+    assert [each[3] for each in scored("neox", layout)] == run(ranks, untouched, settings, ranks)
 
 
 def test_draws_depend_on_the_prompt_alone():
@@ -174,10 +182,7 @@ def test_draws_depend_on_the_prompt_alone():
     model = plain_model({k: v for k, v in settings.items() if k not in ("parallel", "zero")})
     V = model.plan.config.model.vocab_size
     layouts = ["one, ZeRO 0", "dp2, ZeRO 0", "pp2"]
-    made = []
-    for layout in layouts:
-        settings, ranks = settings_of("neox", layout)
-        made.append(run(ranks, on_layout, settings, ranks)[0][1])
+    made = [scored("neox", layout)[0][1] for layout in layouts]
     assert made[0] == made[1] == made[2]
     assert made[0][0] == list(complete(model, prompts(V)[0], 4, SAMPLED))  # the first prompt's number is 0
 

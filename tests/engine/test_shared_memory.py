@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.parallel.transport.shared_sums import SharedSums
-from tests.engine.test_traffic import counted
-from tests.training import runs
+from tests.engine.test_traffic import trained_and_counted
 from tests.training.matrix import cases
 from tests.workers import run
 
@@ -20,21 +19,20 @@ RUNS = [
 ]
 
 
-def shared(work, values: dict, ranks: int) -> tuple:
-    """What `work(values, ranks)` gives, and how many groups had such memory."""
+def shared(values: dict, ranks: int) -> tuple:
+    """Results and accounts of a run, and the number of groups that had such memory."""
     sums = SharedSums(print, least=1, chunk=2048)
     with sums.installed():
-        found = work(values, ranks)
+        found = trained_and_counted(values, ranks)
         return found, len(sums._hosts)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_same_bits_and_the_same_account(name: str):
     case = next(case for case in cases() if case.name == name)
-    plain, other = run(case.ranks, runs.train, case.values, case.ranks), None
-    for one, (other, groups) in zip(plain, run(case.ranks, shared, runs.train, case.values, case.ranks)):
-        assert groups > 0
+    plain = run(case.ranks, trained_and_counted, case.values, case.ranks)
+    found = run(case.ranks, shared, case.values, case.ranks)
+    for (one, account), ((other, sent), groups) in zip(plain, found, strict=True):
+        assert groups > 0 and sent == account and len(sent) > 1
         assert one[:3] == other[:3]
         assert all((mine[-1] == theirs[-1]).all() for mine, theirs in zip(one[3], other[3]))
-    sent = run(case.ranks, counted, case.values, case.ranks)
-    assert sent == [account for account, _ in run(case.ranks, shared, counted, case.values, case.ranks)]

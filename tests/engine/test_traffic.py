@@ -88,6 +88,27 @@ def account_of(config: Config, engine: Any, steps: int) -> list[list[list]]:
     return found
 
 
+def trained_and_counted(values: dict, ranks: int) -> tuple[tuple, list[list[list]]]:
+    """On every rank: the results of `runs.train`, and the account of each of its steps."""
+    from megatron.parallel.messages.account import Recorder
+    from megatron.training.hooks.communication import label_layers
+
+    config, engine = runs.start(values, ranks)
+    recorder, step, found = Recorder(engine.mesh), engine.step, []
+
+    def counted_step(*arguments: Any) -> Any:
+        label_layers(recorder, engine.deepspeed.module)  # until the recorder is removed
+        recorder.install()
+        try:
+            return step(*arguments)
+        finally:
+            recorder.remove()
+            found.append(recorder.tally.take().rows())
+
+    engine.step = counted_step
+    return runs.trained(config, engine), found
+
+
 def parameters() -> list:
     several = [case for case in cases() if case.ranks > 1]
     return [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from megatron.rehearsal.rank import rehearse_rank
 from megatron.testing.layouts import check_layouts
 from megatron.testing.runs import train_on_ranks
 from tests.data.make import write_documents
+from tests.scripts import script
 
 LENGTHS = (5, 3, 4, 2, 5, 4)
 ROOT = Path(__file__).parents[2]
@@ -101,8 +100,8 @@ def rated(folder: Path, **more: Any) -> dict[str, Any]:
     write_documents(folder / "answers_labels", [[-100, -100, *each[2:]] for each in ANSWERS], np.int32)
     np.save(folder / "rewards.npy", np.array(REWARDS, np.float32))
     prefixes = ["--answers", folder / "answers", "--labels", folder / "answers_labels"]
-    made = [sys.executable, ROOT / "tools/data/mismatch.py", *prefixes, "--output", folder / "mismatched"]
-    subprocess.run([*map(str, made), "--overwrite"], check=True, capture_output=True)
+    made = script("data/mismatch.py", *prefixes, "--output", folder / "mismatched", "--overwrite")
+    assert made.returncode == 0, made.stderr
     options = {f"{side}{end}": str(folder / f"{side}{end}") for side in ("answers", "mismatched")
                for end in ("", "_labels")}  # fmt: skip
     options |= {f"{side}_reference": str(folder / f"{side}_reference.npy") for side in ("answers", "mismatched")}
@@ -185,12 +184,12 @@ def test_a_command_records_the_reference(tmp_path):
     start = {**SHAPE, "data": {"synthetic": "copy"}, "run": {"dir": str(tmp_path / "sft")}}
     train_on_ranks(1, start)
     write_documents(tmp_path / "answers", ANSWERS)
-    command = [sys.executable, ROOT / "tools/data/reference.py", "--model", tmp_path / "sft", "--input"]
-    words = [str(each) for each in (*command, tmp_path / "answers")]
-    subprocess.run(words, check=True, capture_output=True)
+    words = ("data/reference.py", "--model", tmp_path / "sft", "--input", tmp_path / "answers")
+    made = script(*words)
+    assert made.returncode == 0, made.stderr
     wanted = api.open_model(str(tmp_path / "sft")).log_probabilities(tmp_path / "answers")
     assert np.array_equal(np.load(tmp_path / "answers_reference.npy"), wanted)
-    again = subprocess.run(words, capture_output=True, text=True)
+    again = script(*words)
     assert again.returncode == 2 and "it must not exist yet" in again.stderr
 
 

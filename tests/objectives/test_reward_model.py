@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from megatron.parallel.layout.mesh import ALONE
 from megatron.testing.layouts import check_layouts
 from megatron.testing.runs import train_on_ranks
 from tests.data.make import write_documents
+from tests.scripts import script
 
 ROOT = Path(__file__).parents[2]
 
@@ -168,7 +167,7 @@ def _exchange(folder: Path, scored: list[list[float]]) -> None:
     """Export, transformers, import, and the command that scores."""
 
     def tool(name: str, *words: Any) -> None:
-        done = subprocess.run([sys.executable, ROOT / "tools" / name, *map(str, words)], capture_output=True, text=True)
+        done = script(name, *words)
         assert done.returncode == 0, done.stderr
 
     (step,) = sorted((folder / "one/checkpoints").glob("step_*"))[-1:]
@@ -195,8 +194,8 @@ def test_the_command_scores_texts(tmp_path):
     train_on_ranks(1, values)
     texts = tmp_path / "a.jsonl"
     texts.write_text('{"text": "Yes.", "id": 3}\n{"text": "no"}\n')
-    command = [sys.executable, ROOT / "tools/reward.py", tmp_path / "run", "--texts", texts]
-    done = subprocess.run([*map(str, command), "--output", str(tmp_path / "out.jsonl")], capture_output=True, text=True)
+    command = ("reward.py", tmp_path / "run", "--texts", texts, "--output")
+    done = script(*command, tmp_path / "out.jsonl")
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     model = api.open_model(str(tmp_path / "run"))
@@ -205,7 +204,7 @@ def test_the_command_scores_texts(tmp_path):
     with pytest.raises(ValueError, match="has no logits"):
         model.logits(torch.zeros(1, 4, dtype=torch.long))
     texts.write_text('{"text": "Yes."}\n{"words": 1}\n')
-    done = subprocess.run([*map(str, command), "--output", str(tmp_path / "b.jsonl")], capture_output=True, text=True)
+    done = script(*command, tmp_path / "b.jsonl")
     assert done.returncode == 2 and "a.jsonl:2" in done.stderr and not list(tmp_path.glob("*b.jsonl*"))
     for wrong, why in (([], "have a token"), ([1, 257], "below 257")):
         with pytest.raises(ValueError, match=why):

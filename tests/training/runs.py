@@ -128,7 +128,11 @@ def mean(total, weight) -> tuple[float, float]:
 
 def train(values: dict[str, Any], ranks: int) -> tuple[list[float], list[float], tuple[float, float], list]:
     """On every rank: train and evaluate; losses, norms, evaluation, and this rank's fragments of the masters."""
-    config, engine = start(values, ranks)
+    return trained(*start(values, ranks))
+
+
+def trained(config: Config, engine) -> tuple[list[float], list[float], tuple[float, float], list]:
+    """The same for an engine that is there."""
     losses, norms = steps(config, engine, 0, config.training.steps)
     data = engine.mesh.data
     evaluation = mean(*engine.evaluate(local_batch(config, EVALUATION, data.rank, data.size)))

@@ -185,6 +185,7 @@ def test_predictions_of_steps_that_vary_by_a_table(tmp_path):
         "parallel.tensor=2",
         f"parallel.communication={{table: {file}, island: 1}}",
         "logging.communication=counts",
+        "evaluation={every: null, at_end: false}",  # with 32 passes of the core each
     ]
     run(2, job, str(tmp_path), 2, layers, *words)
     accounts, sizes = read_accounts(tmp_path / "run"), set()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +23,7 @@ from megatron.data.loader import build_loader
 from megatron.data.plan_builder import build_plan
 from megatron.model.stack import build_model
 from megatron.training.start.same_run import data_changes
-from tests.paths import ROOT
+from tests.scripts import script
 from tests.training.test_run import job
 from tests.workers import run as on_ranks
 
@@ -117,21 +115,8 @@ def test_every_step_of_a_run_is_found_in_the_bytes_of_its_inputs(tmp_path: Path)
     (tmp_path / "tiny.yml").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
     metrics = [line for line in on_ranks(2, job, str(tmp_path), 2)[0] if "loss" in line]
     assert len(metrics) == 6
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tools/data/batch.py"),
-            str(tmp_path / "run"),
-            "--step",
-            "0",
-            "--to",
-            "5",
-            "--json",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = script("data/batch.py", tmp_path / "run", "--step", 0, "--to", 5, "--json")
+    assert done.returncode == 0, done.stderr
     sources, batches = set(), []
     for line, step in zip(metrics, json.loads(done.stdout)["steps"], strict=True):
         total, rows = 0, []
