@@ -24,7 +24,7 @@ from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Axis, Mesh
 from megatron.parallel.messages.account import Recorder
 from tests.model.parity import check_part
-from tests.parallel.test_tensor_parallel import MODELS, step
+from tests.parallel.test_tensor_parallel import MODELS, step, whole
 from tests.plan.test_search import LLAMA, question
 from tests.training.layout_check import compare
 from tests.training.matrix import Case, cases, merged
@@ -78,11 +78,10 @@ def observed(values: dict, layout: Layout, on_gpu: bool):
 def test_equals_one_rank(ranks: int, on_gpu: bool):
     layout = Layout(tensor=ranks, sequence=True, async_tensor=True)
     for name, values in MODELS.items():
-        whole = step(values, Layout(), "none")
         answers = run(ranks, observed, values, layout, on_gpu)
         for rank, (own, called, _) in enumerate(answers):
             assert set(called) == (set(OPERATIONS) if on_gpu else set())
-            check_part(own, whole, (name, rank))
+            check_part(own, whole(name), (name, rank))
 
 
 @pytest.mark.parametrize("name", MODELS)

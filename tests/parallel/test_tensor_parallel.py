@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -71,6 +73,12 @@ def step(model_values: dict, layout: Layout, mode: str, move: bool = True):
     return loss.item(), pieces, logits
 
 
+@cache
+def whole(name: str) -> tuple:
+    """The step of one rank, which several layouts are compared with."""
+    return step(MODELS[name], Layout(), "none")
+
+
 def shake(model, layout: Layout) -> None:
     """Norms and biases too get values, the same on every layout."""
     with torch.no_grad():
@@ -96,6 +104,5 @@ def shake(model, layout: Layout) -> None:
 )
 def test_equals_one_rank(ranks: int, sequence: bool, mode: str):
     for name, values in MODELS.items():
-        whole = step(values, Layout(), "none")
         for rank, own in enumerate(run(ranks, step, values, Layout(tensor=ranks, sequence=sequence), mode)):
-            check_part(own, whole, (name, rank))
+            check_part(own, whole(name), (name, rank))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -207,13 +209,18 @@ def step(name: str, layout: Layout, mode: str = "none"):
     )
 
 
+@cache
+def whole(name: str) -> tuple:
+    """The step of one rank, which several layouts are compared with."""
+    return step(name, Layout())
+
+
 @pytest.mark.parametrize("ranks, sequence, mode", [(2, False, "none"), (2, True, "selective")])
 def test_heads_on_several_ranks_equal_one(ranks: int, sequence: bool, mode: str):
     for name in MODELS:
-        whole = step(name, Layout())
         answers = run(ranks, step, name, Layout(tensor=ranks, sequence=sequence), mode)
         for rank, own in enumerate(answers):
-            check_part(own, whole, (name, rank))
+            check_part(own, whole(name), (name, rank))
 
 
 STATES = {
