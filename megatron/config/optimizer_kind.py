@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from .problems import Problem
-from .registry import INSIDE, OPTIMIZER, RegistryError, registry_of
+from .registry import INSIDE, OPTIMIZER, description_of
 
 if TYPE_CHECKING:
     from .rule_context import RuleContext
@@ -136,15 +135,8 @@ def state_bytes(config: Config) -> int:
     return UNKNOWN_STATE if kind is None else kind.state_bytes(config)
 
 
-@cache
 def _kind(name: str, extensions: tuple[str, ...]) -> OptimizerKind | None:
-    try:
-        registry = registry_of(extensions)
-        if not registry.path(OPTIMIZER, name).partition(":")[2].isupper():
-            return None  # a class, whose module needs torch
-        found = registry.load(OPTIMIZER, name)
-    except RegistryError:
-        return None  # rules/model.py reports it
+    found = description_of(OPTIMIZER, name, extensions)
     return found if isinstance(found, OptimizerKind) else None
 
 

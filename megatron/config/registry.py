@@ -356,6 +356,19 @@ def registry_of(extensions: tuple[str, ...] = ()) -> Registry:
     return registry_of(extensions[:-1]).extended(extensions[-1])
 
 
+@cache
+def description_of(role: str, name: str, extensions: tuple[str, ...]) -> Any:
+    """The object that a name of an optimizer or an objective stands for. None: it stands for a class, whose module may
+    need torch, or for nothing that can be imported."""
+    try:
+        registry = registry_of(extensions)
+        if not registry.path(role, name).partition(":")[2].isupper():
+            return None
+        return registry.load(role, name)
+    except RegistryError:
+        return None  # rules/model.py reports it
+
+
 def offered_by(role: str, name: str) -> str | None:
     """The module of the installed extension that offers this name by an entry point, or None if none does."""
     return next(iter(sorted(each.value for each in _entry_points(role, tuple(sys.path)) if each.name == name)), None)

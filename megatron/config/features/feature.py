@@ -107,6 +107,15 @@ class Feature:
     share: Callable[[Any], tuple[int, int]] | None = None
 
 
+def only_where(wanted: Callable[[Any], bool], rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """The rules, for runs whose configuration wants the feature."""
+
+    def limited(rule: Rule) -> Rule:
+        return lambda context: rule(context) if wanted(context.config) else iter(())
+
+    return tuple(map(limited, rules))
+
+
 @cache
 def features_of(extensions: tuple[str, ...] = ()) -> Mapping[str, Feature]:
     """All features by name, in the order of the registry.

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..optimizer_kind import Option
 from ..problems import Problem
-from ..registry import INSIDE, OBJECTIVE, RegistryError, registry_of
+from ..registry import INSIDE, OBJECTIVE, description_of
 
 if TYPE_CHECKING:
     from ..rule_context import RuleContext
@@ -62,13 +61,18 @@ def objectives_inside() -> dict[str, ObjectiveKind]:
     return {name: kind for name, kind in found.items() if kind is not None}
 
 
-@cache
 def _kind(name: str, extensions: tuple[str, ...]) -> ObjectiveKind | None:
-    try:
-        registry = registry_of(extensions)
-        if not registry.path(OBJECTIVE, name).partition(":")[2].isupper():
-            return None  # a class, whose module may need torch
-        found = registry.load(OBJECTIVE, name)
-    except RegistryError:
-        return None  # rules/model.py reports it
+    found = description_of(OBJECTIVE, name, extensions)
     return found if isinstance(found, ObjectiveKind) else None
+
+
+def validation_is_given(context: RuleContext, read: str, form: str) -> Iterator[Problem]:
+    """The rule that a run which evaluates has data for it in `data.options`. `form` is an example of them."""
+    evaluation = context.config.evaluation
+    evaluates = evaluation.every is not None or evaluation.at_start or evaluation.at_end
+    if evaluates and "validation" not in context.config.data.options:
+        yield context.problem(
+            "data.options evaluation.every",
+            rule=f"must have the key validation, with the {read} that are evaluated",
+            fix=f"give validation: {form}, or evaluation.every=null and evaluation.at_end=false",
+        )

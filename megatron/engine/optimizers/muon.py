@@ -32,14 +32,10 @@ EPSILON = 1e-7
 
 @dataclass(frozen=True)
 class Iteration:
-    """X <- a X + b X X^T X + c X X^T X X^T X, once for each (a, b, c).
-
-    Attributes:
-        margin: a matrix begins with its Frobenius norm at 1 / margin.
-    """
+    """X <- a X + b X X^T X + c X X^T X X^T X, once for each (a, b, c)."""
 
     coefficients: tuple[tuple[float, float, float], ...]
-    margin: float = 1.0
+    margin: float = 1.0  # a matrix begins with its Frobenius norm at 1 / margin
 
 
 ITERATIONS = {

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.config.features.feature import Feature, Keys
+from megatron.config.features.feature import Feature, Keys, only_where
 from megatron.config.pattern import PatternError
 from megatron.config.section import Section, key
 
@@ -154,15 +154,6 @@ def adapters_alone_are_trained(context: RuleContext) -> Iterator[Problem]:
             )
 
 
-def _only(rule: Any) -> Any:
-
-    def checked(context: RuleContext) -> Iterator[Problem]:
-        if wanted(context.config):
-            yield from rule(context)
-
-    return checked
-
-
 def keys_have_a_use(context: RuleContext) -> Iterator[Problem]:
     if not wanted(context.config) and context.given("adapter.initialize_from"):
         yield context.problem(
@@ -185,7 +176,7 @@ FEATURE = Feature(
     about="Trains small matrices next to frozen weights.",
     wanted=wanted,
     keys=(TOP,),
-    rules=(*map(_only, (there_are_targets, there_is_a_base, adapters_alone_are_trained)), keys_have_a_use),
+    rules=(*only_where(wanted, (there_are_targets, there_is_a_base, adapters_alone_are_trained)), keys_have_a_use),
     engine="megatron.features.adapters.part:Adapters",
     identity=tuple(f"adapter.{each}" for each in ("type", "rank", "alpha", "rslora", "targets")),
     draws=lambda config: wanted(config) and adapter_of(config).dropout > 0.0,

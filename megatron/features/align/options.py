@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.config.features.feature import Feature, Keys
+from megatron.config.features.feature import Feature, Keys, only_where
 from megatron.config.optimizer_kind import optimizer_kind
 from megatron.config.problems import Problem, UserError
 from megatron.config.registry import PATH
@@ -342,16 +342,6 @@ def the_run_fits(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-def _only(rule: Callable[[RuleContext], Iterator[Problem]]) -> Callable[[RuleContext], Iterator[Problem]]:
-    """The rule, for runs that are aligned."""
-
-    def checked(context: RuleContext) -> Iterator[Problem]:
-        if wanted(context.config):
-            yield from rule(context)
-
-    return checked
-
-
 def keys_have_a_use(context: RuleContext) -> Iterator[Problem]:
     if wanted(context.config):
         return
@@ -372,7 +362,7 @@ FEATURE = Feature(
     wanted=wanted,
     keys=(TOP,),
     rules=(
-        *map(_only, (there_are_problems_and_rewards, rounds_are_whole, the_run_fits, routes_are_the_decoders)),
+        *only_where(wanted, (there_are_problems_and_rewards, rounds_are_whole, the_run_fits, routes_are_the_decoders)),
         keys_have_a_use,
     ),
     hook="megatron.features.align.hook:AlignHook",

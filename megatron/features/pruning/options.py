@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.config.features.feature import Feature, Keys, wanted_features
+from megatron.config.features.feature import Feature, Keys, only_where, wanted_features
 from megatron.config.registry import load
 from megatron.config.section import Section, key
 from megatron.config.tree import thaw
@@ -184,14 +184,6 @@ def scope_has_a_use(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-def _only(rule: Any) -> Any:
-    def checked(context: RuleContext) -> Iterator[Problem]:
-        if wanted(context.config):
-            yield from rule(context)
-
-    return checked
-
-
 def _memory(config: Any, layout: Any, weights: Any) -> dict[str, float]:
     """Bytes that pruning saves, and the bytes of its places. Vectors count as matrices here."""
     from megatron.config.arithmetic.pipeline_costs import live_micro_batches
@@ -215,7 +207,7 @@ FEATURE = Feature(
     about="Trains the largest elements of matrices, and stores nothing of the others.",
     wanted=wanted,
     keys=(TOP,),
-    rules=(*map(_only, (layout_is_known, parts_are_known, mask_is_there, mask_fits)), scope_has_a_use),
+    rules=(*only_where(wanted, (layout_is_known, parts_are_known, mask_is_there, mask_fits)), scope_has_a_use),
     engine="megatron.features.pruning.part:Pruning",
     reading=lambda config: config.model_copy(update={NAME: PruningSection()}),
     identity=tuple(f"pruning.{each}" for each in ("keep", "scope", "mask")),

@@ -49,25 +49,15 @@ class LocalDispatch:
 
 @dataclass(frozen=True)
 class Trip:
-    """Numbers and places of exchanged rows.
+    """Numbers and places of exchanged rows."""
 
-    Attributes:
-        rows: number of rows of this rank's tokens.
-        own: int64, the rows that this rank sends. None if it sends all.
-        sent: number of rows for each expert parallel rank.
-        received: number of rows from each.
-        room: rows of each of the t ranks when they gather: their largest number of received rows.
-        place_N: int64, place of the n-th row of this rank's experts among all received rows.
-        ends_n: int32, ends of the rows of each of this rank's experts.
-    """
-
-    rows: int
-    own: Tensor | None
-    sent: list[int]
-    received: list[int]
-    room: int
-    place_N: Tensor
-    ends_n: Tensor
+    rows: int  # number of rows of this rank's tokens
+    own: Tensor | None  # int64, the rows that this rank sends. None if it sends all.
+    sent: list[int]  # number of rows for each expert parallel rank
+    received: list[int]  # number of rows from each
+    room: int  # rows of each of the t ranks when they gather: their largest number of received rows
+    place_N: Tensor  # int64, place of the n-th row of this rank's experts among all received rows
+    ends_n: Tensor  # int32, ends of the rows of each of this rank's experts
 
 
 class AllToAllDispatch:

@@ -68,21 +68,13 @@ class Balance(ExpertTally):
 
 @dataclass
 class Routed:
-    """Sums for the losses over the tokens of all chunks so far.
+    """Sums for the losses over the tokens of all chunks so far."""
 
-    Attributes:
-        counts_BE: choices of each class by each sample, the experts first and then none.
-        dropped: choices without a place, or of no expert.
-        tokens: of a sample.
-        share_BE: each expert's share of a token's scores.
-        z_B: the squared logsumexp of the logits.
-    """
-
-    counts_BE: Tensor | None = None
-    dropped: Tensor | None = None
-    tokens: int = 0
-    share_BE: Tensor | None = None
-    z_B: Tensor | None = None
+    counts_BE: Tensor | None = None  # choices of each class by each sample, the experts first and then none
+    dropped: Tensor | None = None  # choices without a place, or of no expert
+    tokens: int = 0  # of a sample
+    share_BE: Tensor | None = None  # each expert's share of a token's scores
+    z_B: Tensor | None = None  # the squared logsumexp of the logits
 
     def add(
         self, logits_TE: Tensor, scores_TE: Tensor, counts_BE: Tensor, dropped: Tensor, options: MoEOptions

@@ -21,23 +21,14 @@ from .router import ExpertChoice
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows sorted by expert.
+    """Rows sorted by expert."""
 
-    Attributes:
-        source_R: int64, the token of each row.
-        ends_E: int32, ends of each expert's rows.
-        place_Tk: int64, the row of each token's choices. None where experts choose.
-        tokens: T.
-        kept_Tk: which choices have a row (capacity). None where all have.
-        owner_T: int64, numbers by which tensor parallel ranks divide the tokens. None: in order.
-    """
-
-    source_R: Tensor
-    ends_E: Tensor
-    tokens: int
-    place_Tk: Tensor | None = None
-    kept_Tk: Tensor | None = None
-    owner_T: Tensor | None = None
+    source_R: Tensor  # int64, the token of each row
+    ends_E: Tensor  # int32, ends of each expert's rows
+    tokens: int  # T
+    place_Tk: Tensor | None = None  # int64, the row of each token's choices. None where experts choose.
+    kept_Tk: Tensor | None = None  # which choices have a row (capacity). None where all have.
+    owner_T: Tensor | None = None  # int64, numbers by which tensor parallel ranks divide the tokens. None: in order.
 
     @property
     def exact(self) -> bool:

@@ -31,15 +31,10 @@ ENOUGH = 50  # sweeps, far more than any that changed something
 
 @dataclass(frozen=True)
 class Placement:
-    """Ranks of experts.
+    """Ranks of experts."""
 
-    Attributes:
-        ranks_LE: the rank of each expert.
-        proven: whether no placement has more transitions within a rank.
-    """
-
-    ranks_LE: Numbers
-    proven: bool
+    ranks_LE: Numbers  # the rank of each expert
+    proven: bool  # whether no placement has more transitions within a rank
 
 
 def transitions(experts: Sequence[Numbers], count: int) -> Numbers:

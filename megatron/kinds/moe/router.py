@@ -37,15 +37,10 @@ TINY = 1e-20
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """The experts of tokens, or the tokens of experts. Recomputation of activations uses the same choice.
+    """The experts of tokens, or the tokens of experts. Recomputation of activations uses the same choice."""
 
-    Attributes:
-        experts_Tk: int64, the experts of each token. None where experts choose.
-        tokens_EC: int64, the tokens of each expert. None where tokens choose.
-    """
-
-    experts_Tk: Tensor | None = None
-    tokens_EC: Tensor | None = None
+    experts_Tk: Tensor | None = None  # int64, the experts of each token. None where experts choose.
+    tokens_EC: Tensor | None = None  # int64, the tokens of each expert. None where tokens choose.
 
     @property
     def of_tokens(self) -> Tensor:

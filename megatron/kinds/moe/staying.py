@@ -43,40 +43,27 @@ from .router import ExpertChoice
 
 @dataclass
 class Moved:
-    """Counts of passes in which tokens stay, on this rank.
+    """Counts of passes in which tokens stay, on this rank."""
 
-    Attributes:
-        passes, layers: number of passes, and of layers with experts in them.
-        exchanges: all-to-alls of rows.
-        rows: rows of the stream that left this rank, and `others` those to a token's other experts and back.
-        gathered: bytes that this rank sent to the others at the ends of passes.
-    """
-
-    passes: int = 0
+    passes: int = 0  # passes, layers: number of passes, and of layers with experts in them
     layers: int = 0
-    exchanges: int = 0
-    rows: int = 0
+    exchanges: int = 0  # all-to-alls of rows
+    rows: int = 0  # rows of the stream that left this rank, and `others` those to a token's other experts and back
     others: int = 0
-    gathered: int = 0
+    gathered: int = 0  # bytes that this rank sent to the others at the ends of passes
 
 
 @dataclass
 class _Rows:
-    """Rows of a pass.
+    """Rows of a pass."""
 
-    Attributes:
-        whole: all tokens, equal on all ranks.
-        home_T: the rank of each. `own` are the numbers of this rank's, rising.
-        best: the best expert of each of this rank's, by which it came here. The number of experts stands for none.
-        now: the pass of this rank's.
-    """
-
-    whole: Pass
-    home_T: Tensor
+    whole: Pass  # all tokens, equal on all ranks
+    home_T: Tensor  # the rank of each. `own` are the numbers of this rank's, rising.
     rank: int
+    # The best expert of each of this rank's, by which it came here. The number of experts stands for none.
     best: Tensor | None = None
     own: list[int] = field(init=False)
-    now: Pass = field(init=False)
+    now: Pass = field(init=False)  # the pass of this rank's
 
     def __post_init__(self) -> None:
         self.own = (self.home_T == self.rank).nonzero().flatten().tolist()

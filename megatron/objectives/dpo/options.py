@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.features.objective_kind import ObjectiveKind
+from megatron.config.features.objective_kind import ObjectiveKind, validation_is_given
 from megatron.config.optimizer_kind import Option
 from megatron.config.problems import Problem
 from megatron.config.rule_context import RuleContext
@@ -52,14 +52,8 @@ def pairs_have_what_is_read(context: RuleContext) -> Iterator[Problem]:
             rule="must have chosen_reference and rejected_reference, log-probabilities that a reference model gives",
             fix="give both files, or use reference_free: true",
         )
-    evaluation = context.config.evaluation
-    evaluates = evaluation.every is not None or evaluation.at_start or evaluation.at_end
-    if data.synthetic == "pairs" and evaluates and "validation" not in data.options:
-        yield context.problem(
-            "data.options evaluation.every",
-            rule="must have the key validation, with the pairs that are evaluated",
-            fix="give validation: {chosen: ..., rejected: ...}, or evaluation.every=null and evaluation.at_end=false",
-        )
+    if data.synthetic == "pairs":
+        yield from validation_is_given(context, "pairs", "{chosen: ..., rejected: ...}")
 
 
 OBJECTIVE = ObjectiveKind(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.features.objective_kind import ObjectiveKind
+from megatron.config.features.objective_kind import ObjectiveKind, validation_is_given
 from megatron.config.optimizer_kind import Option
 from megatron.config.problems import Problem
 from megatron.config.rule_context import RuleContext
@@ -24,14 +24,7 @@ def answers_have_what_is_read(context: RuleContext) -> Iterator[Problem]:
     if missing := [key for key in needed if key not in data.options]:
         fix = "give them. deepy data mismatch makes mismatched answers, and kl: false needs none"
         yield context.problem("data.options objective.type", rule=f"must have {', '.join(missing)}", fix=fix)
-    evaluation = context.config.evaluation
-    evaluates = evaluation.every is not None or evaluation.at_start or evaluation.at_end
-    if evaluates and "validation" not in data.options:
-        yield context.problem(
-            "data.options evaluation.every",
-            rule="must have the key validation, with the answers that are evaluated",
-            fix="give validation: {answers: ...}, or evaluation.every=null and evaluation.at_end=false",
-        )
+    yield from validation_is_given(context, "answers", "{answers: ...}")
 
 
 def weights_are_those_that_train(context: RuleContext) -> Iterator[Problem]:

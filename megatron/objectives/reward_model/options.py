@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.features.objective_kind import ObjectiveKind
+from megatron.config.features.objective_kind import ObjectiveKind, validation_is_given
 from megatron.config.optimizer_kind import Option
 from megatron.config.problems import Problem
 from megatron.config.rule_context import RuleContext
@@ -33,14 +33,8 @@ def answers_are_apart(context: RuleContext) -> Iterator[Problem]:
             rule="objective.options.margins must be true if data.options has margins, and only then",
             fix="set objective.options.margins=true and data.options.margins, or neither",
         )
-    evaluation = context.config.evaluation
-    evaluates = evaluation.every is not None or evaluation.at_start or evaluation.at_end
-    if data.synthetic == "reward_pairs" and evaluates and "validation" not in data.options:
-        yield context.problem(
-            "data.options evaluation.every",
-            rule="must have the key validation, with the pairs that are evaluated",
-            fix="give validation: {chosen: ..., rejected: ...}, or evaluation.every=null and evaluation.at_end=false",
-        )
+    if data.synthetic == "reward_pairs":
+        yield from validation_is_given(context, "pairs", "{chosen: ..., rejected: ...}")
 
 
 def nothing_reads_logits(context: RuleContext) -> Iterator[Problem]:
