@@ -1,4 +1,4 @@
-"""A package outside of deepy that adds to it. `EXTENSION` says what, by role and name; nothing is imported here."""
+"""A package outside of deepy that adds to it. `EXTENSION` lists its parts by role and name. It imports none."""
 
 EXTENSION = {
     "kind": {"retention": "my_lab.retention.options:KIND"},

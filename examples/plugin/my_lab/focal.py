@@ -15,8 +15,8 @@ class Focal(Objective):
 
     Args:
         gamma: 0, which is the cross-entropy, or at least 1.
-        context: a label counts if at least so many tokens of its document come before it. Whatever is smaller can only
-            be guessed.
+        context: a label counts if at least this number of tokens of its document precedes it. Whatever is smaller can
+            only be guessed.
     """
 
     def __init__(self, gamma: float, context: int) -> None:

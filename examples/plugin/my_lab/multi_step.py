@@ -12,9 +12,9 @@ from megatron.training.schedule import SchedulePeriods
 def multi_step(n: int, peak: float, span: SchedulePeriods, options: ScheduleSection) -> float:
     """The peak at first; from each milestone on, a smaller share of it.
 
-    `schedule.options` has `milestones`, rising shares of the schedule's length between 0 and 1, and as many `rates`,
-    shares of the peak. By default the rate falls to 31.6 % after 80 % of the steps, and to 10 % after 90 %, as in the
-    paper. A rate is a function of the step alone, so that a resumed run goes on with the same rates.
+    `schedule.options` has `milestones`, rising shares of the schedule's length between 0 and 1. For each it has one
+    of `rates`, shares of the peak. By default the rate falls to 31.6 % after 80 % of the steps, and to 10 % after 90 %,
+    as in the paper. A rate is a function of the step only, so that a resumed run continues with the same rates.
     """
     milestones, rates = _options(options.options)
     passed = sum(n >= milestone * span.length for milestone in milestones)

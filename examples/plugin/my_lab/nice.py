@@ -9,7 +9,7 @@ from megatron.launch.wire.specification import Specification
 
 
 def commands(job: Specification, launch: LaunchSection) -> list[Command]:
-    """One agent, whose children are the ranks; all of them have the lowest priority."""
+    """One agent, whose children are the ranks. All of them have the lowest priority."""
     return [Command(("nice", "-n", "19", *agent_command(job, launch)), (0,), index=0)]
 
 

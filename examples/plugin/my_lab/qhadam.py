@@ -19,8 +19,8 @@ class QHAdam(torch.optim.Optimizer):
         M = (1 - nu1) g + nu1 m / (1 - b1^t),  V = (1 - nu2) g^2 + nu2 v / (1 - b2^t)
         p -= lr (M / (sqrt(V) + epsilon) + decay p)
 
-    b1, b2, epsilon and decay are those of the section `optimizer`. Its `options` may have `nu1` and `nu2`, from 0 to 1;
-    with both 1 it is AdamW.
+    b1, b2, epsilon and decay are keys of the section `optimizer`. Its `options` may have `nu1` and `nu2`, from 0 to 1.
+    With both 1 it is AdamW.
     """
 
     def __init__(self, params: ParamsT, betas: tuple[float, float], epsilon: float, nu1: float, nu2: float):

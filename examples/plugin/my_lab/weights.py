@@ -17,11 +17,11 @@ from megatron.training.trainer import Trainer
 class Weights(Hook):
     """Writes {"step": n, "weights": {name: {"largest": ..., "norm": ...}}} after n updates, of the fp32 masters.
 
-    The largest absolute value and the Euclidean norm are those of the whole tensor, however ranks share it.
+    The largest absolute value and the Euclidean norm belong to the whole tensor, however ranks share it.
 
     Args:
-        parameters: patterns of logical names, as in a shell; `*` for all.
-        every: steps between records; there is one after the last step too.
+        parameters: patterns of logical names, as in a shell, `*` for all.
+        every: steps between records. There is one after the last step too.
     """
 
     def __init__(self, parameters: Sequence[str], every: int = 1) -> None:
@@ -46,7 +46,7 @@ class Weights(Hook):
     def sizes(self, trainer: Trainer) -> dict[str, dict[str, float]]:
         """Largest value and norm by logical name, the same on all ranks, which all call this."""
         own: dict[str, tuple[float, float]] = {}
-        for fragment in trainer.engine.state.fragments():  # each element is in the fragments of one rank alone
+        for fragment in trainer.engine.state.fragments():  # each element is in the fragments of one rank only
             name = fragment.tensor.name
             if fragment.state == MASTER and fragment.data.numel() and self._chosen(name):
                 largest, squares = own.get(name, (0.0, 0.0))

@@ -1,6 +1,6 @@
 """Retention (Sun et al. 2023), cut over tensor parallel ranks by heads.
 
-Shapes: B samples, S positions, H hidden, h heads of N channels (H = h N); heads of this rank unless said otherwise.
+Shapes: B samples, S positions, H hidden, h heads of N channels (H = h N), heads of this rank by default.
 
     y_t = sum over s <= t of a^(t - s) (q_t . k_s) / sqrt(N) v_s        a one number per head, below 1
     M_t = a M_{t-1} + k_t v_t^T,  y_t = q_t M_t / sqrt(N)               the same, one token after another
@@ -32,7 +32,7 @@ from .options import RetentionOptions
 
 @dataclass
 class RetentionState:
-    """What decoding keeps of the tokens that were read.
+    """State of decoding after the tokens that were read.
 
     Attributes:
         memory: M [B, h, N keys, N values], fp32.
@@ -92,11 +92,11 @@ class Retention(nn.Module):
 def retention(
     q: Tensor, k: Tensor, v: Tensor, log_a_h: Tensor, starts_BS: Tensor | None = None, memory: Tensor | None = None
 ) -> Tensor:
-    """The outputs [B, h, S, N]; q, k and v are [B, h, S, N].
+    """The outputs [B, h, S, N]. q, k and v are [B, h, S, N].
 
     Args:
-        starts_BS: index of the first token of each token's document; negative where it lies before this piece.
-        memory: M before the first position; 0 if None.
+        starts_BS: index of the first token of each token's document, negative where it lies before this piece.
+        memory: M before the first position, 0 if None.
     """
     places = torch.arange(q.shape[2], device=q.device)
     distance = (places.unsqueeze(1) - places).to(q.dtype)
@@ -115,7 +115,7 @@ def retention(
 def remembered(
     k: Tensor, v: Tensor, log_a_h: Tensor, starts_BS: Tensor | None = None, memory: Tensor | None = None
 ) -> Tensor:
-    """M after the last position, [B, h, N, N]; the arguments are those of `retention`."""
+    """M after the last position, [B, h, N, N]. It has the arguments of `retention`."""
     places = torch.arange(k.shape[2], device=k.device)
     left = torch.exp(log_a_h[:, None] * (len(places) - 1 - places))
     if starts_BS is not None:
