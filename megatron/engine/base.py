@@ -148,7 +148,7 @@ class BaseEngine:
         norms_without_copies(self.deepspeed.optimizer)
         update_in_place(self.deepspeed.optimizer)
         if self.scatters:
-            self.scattered = self._scattered(each)
+            self.scattered = self._scattered(each, kernels)
 
     def _squares(self, kernels: Any | None) -> SumsWithSquares | None:
         """Of gradients whose sums nothing changes after the backward pass: no other rank or stage adds to them."""
@@ -157,7 +157,7 @@ class BaseEngine:
             return None
         return SumsWithSquares(self.deepspeed.optimizer.fp32_groups_gradients, kernels)
 
-    def _scattered(self, each: bool) -> ScatteredGradients:
+    def _scattered(self, each: bool, kernels: Any | None) -> ScatteredGradients:
         precision, module = self.config.precision, self.deepspeed.module
         return ScatteredGradients(
             self.deepspeed,
@@ -167,6 +167,7 @@ class BaseEngine:
             each,
             wire=COMPUTE_TYPES["fp32" if precision.compute == "fp32" else precision.reduce],
             late=hands_on_states(module),  # a rank that waits for another's state would hold up its bucket
+            kernels=kernels,
         )
 
     def _before_update(self) -> None:

@@ -63,10 +63,10 @@ class PipelinedEngine(BaseEngine):
         with any_zero_stage():
             return super()._initialize(module, mpu)
 
-    def _scattered(self, each: bool) -> ScatteredGradients:
+    def _scattered(self, each: bool, kernels: Any | None) -> ScatteredGradients:
         config = self.config
         if config.zero.stage == 1:
-            return super()._scattered(each)
+            return super()._scattered(each, None)
         wire = COMPUTE_TYPES["fp32" if config.precision.compute == "fp32" else config.precision.reduce]
         cuts = config.zero.stage == 3
         return PlacedZero(self.deepspeed, self.mesh, self.accumulation, each, wire, cuts_weights=cuts)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,10 +22,12 @@ from megatron.testing.ranks import on_ranks
 from tests.engine.test_sums import train
 
 
-def add(total: Tensor, gradient: Tensor, squares: Tensor, first: bool) -> None:
-    place = total.view(gradient.shape)
-    place.copy_(gradient) if first else place.add_(gradient)
-    squares.fill_(total.square().sum() / len(squares))
+def add(sums: list[tuple[Tensor, int, bool]], gradients: Sequence[Tensor], squares: Tensor) -> None:
+    for (total, at, first), gradient in zip(sums, gradients, strict=True):
+        place = total.view(gradient.shape)
+        place.copy_(gradient) if first else place.add_(gradient)
+        if at >= 0:
+            squares[at : at + 2].fill_(total.square().sum() / 2)
 
 
 def update(group: dict[str, Any], master: Tensor, narrow: Tensor, states: dict[str, Tensor], bad: Any, scale: Any):
@@ -37,7 +40,13 @@ def update(group: dict[str, Any], master: Tensor, narrow: Tensor, states: dict[s
     narrow.copy_(master)
 
 
-IN_TORCH = SimpleNamespace(add=add, update=update, programs=lambda size: 2)
+def sums_of(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
+    assert 0 < len(columns[0]) <= IN_TORCH.MOST
+    return list(zip(*columns, strict=True))
+
+
+SUMS = SimpleNamespace(of=sums_of)
+IN_TORCH = SimpleNamespace(add=add, update=update, programs=lambda size: 2, Sums=SUMS, MOST=5)
 
 
 def both_ways(ranks: int) -> list[str]:
@@ -83,7 +92,7 @@ def test_kernels_against_torch_in_float64(betas: tuple[float, float]):
     for _ in range(4):
         gradients = torch.randn(2, size).half()
         for first, gradient in zip((True, False), gradients):
-            kernels.add(total, gradient, squares, first)
+            kernels.add(kernels.Sums.of([total], [0], [first]), [gradient], squares)
         summed = gradients.double().sum(0)
         torch.testing.assert_close(squares.double().sum().sqrt(), summed.norm(), rtol=1e-6, atol=0)
         exact.grad, master.grad = summed / 2.5, total
@@ -95,6 +104,30 @@ def test_kernels_against_torch_in_float64(betas: tuple[float, float]):
     before = [each.clone() for each in (master, narrow, *states.values())]
     kernels.update(group, master, narrow, states, bad, scale)
     assert all(each.equal(old) for each, old in zip((master, narrow, *states.values()), before))
+
+
+@needs_triton
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])  # the interpreter rounds bf16 in another way
+@pytest.mark.parametrize("rest", [0, 3])  # elements beyond a multiple of 16
+def test_one_kernel_adds_several_gradients_and_begins_some_sums(dtype: torch.dtype, rest: int):
+    from megatron.engine.deepspeed import adamw_kernels as kernels
+
+    sizes, places = (kernels.BLOCK + 16, 16 + rest, 2 * kernels.BLOCK, 48, 32), (4, 0, -1, 1, 2)
+    totals = list(torch.randn(sum(sizes)).split(sizes))
+    begin, squares = (True, False, False, True, False), torch.zeros(6)
+    gradients = [torch.randn(size).to(dtype) for size in sizes]
+    wanted = [each.float() if new else total + each for each, total, new in zip(gradients, totals, begin)]
+    kernels.add(kernels.Sums.of(totals, places, begin), gradients, squares)
+    assert all(total.equal(each) for total, each in zip(totals, wanted))
+    parts = [*(wanted[n] for n in (1, 3, 4)), torch.zeros(1), wanted[0][: kernels.BLOCK], wanted[0][kernels.BLOCK :]]
+    # squares are not negative, so a sum of n of them in any order is off by at most n roundings
+    torch.testing.assert_close(
+        squares.double(),
+        torch.stack([each.double().square().sum() for each in parts]),
+        rtol=kernels.BLOCK * 2**-24,
+        atol=0,
+    )
 
 
 @needs_triton
@@ -114,6 +147,13 @@ def test_a_small_learning_rate_decays_weights_by_its_own_number():
     assert decayed.item() == pytest.approx(1e-6, rel=4e-3)
 
 
+def _parts(type: str | tuple[str, ...]) -> list[tuple[int, ...]]:
+    """Places of pointers and sizes in an argument."""
+    if isinstance(type, tuple):
+        return [(n,) for n in range(len(type))]
+    return [()] if type[0] in "*i" else []
+
+
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 
 
@@ -128,12 +168,16 @@ def test_kernels_compile_for_gpus_and_load_vectors(target: str):
     from megatron.engine.deepspeed import adamw_kernels as kernels
 
     numbers = {"BETA1": 0.9, "BETA2": 0.95, "LOG1": -0.1, "LOG2": -0.05, "EPSILON": 1e-8}
-    for kernel, options, bf16 in ((kernels._add, {"FIRST": False}, "gradient"), (kernels._update, numbers, "narrow")):
+    many: dict[str, Any] = {"gradients": ("*bf16",) * kernels.MOST, "numbers": "*i64", "about": "*i64"}
+    once: dict[str, Any] = {"size": "i32", "narrow": "*bf16", "lr": "fp32", "decay": "fp32"}
+    for kernel, given, options in (
+        (kernels._add, many, {"ALIGNED": True, "ABOUT": 5}),
+        (kernels._update, once, numbers),
+    ):
         constants = {**options, "BLOCK": kernels.BLOCK}
-        types = dict.fromkeys(kernel.arg_names, "*fp32") | {"size": "i32", bf16: "*bf16"}
-        types |= {name: "fp32" for name in ("lr", "decay") if name in types} | dict.fromkeys(constants, "constexpr")
-        aligned = {(n,): [["tt.divisibility", 16]] for n, type in enumerate(types.values()) if type[0] in "*i"}
-        source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
+        types = dict.fromkeys(kernel.arg_names, "*fp32") | given | dict.fromkeys(constants, "constexpr")
+        places = [(n, *of) for n, type in enumerate(types.values()) for of in _parts(type)]
+        source = ASTSource(kernel, types, constexprs=constants, attrs=dict.fromkeys(places, [["tt.divisibility", 16]]))
         made = triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": 8})
         text = made.asm["ptx" if target == "sm_90" else "amdgcn"]
         assert made.asm["cubin" if target == "sm_90" else "hsaco"]

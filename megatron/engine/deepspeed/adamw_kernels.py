@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,20 +12,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.parallel.layout.precision import to_device
+
 BLOCK = 4096  # elements of a program
-ALIGNED = 16  # elements
+ALIGNED = 16  # elements, and bytes of addresses
+MOST = 32  # gradients of one kernel
 LEAST = 1e-300  # stands for a beta of 0, which has no logarithm
 
 
 @triton.jit
-def _add(total, gradient, squares, size, FIRST: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _add(  # type: ignore[no-untyped-def]
+    gradients, numbers, about, squares, ALIGNED: tl.constexpr, ABOUT: tl.constexpr, BLOCK: tl.constexpr
+):
+    number = tl.load(numbers + tl.program_id(0))
+    gradient = gradients[0]
+    for other in tl.static_range(1, len(gradients)):
+        if number == other:
+            gradient = gradients[other]
+    row = about + number * ABOUT
+    program, size = tl.program_id(0) - tl.load(row), tl.load(row + 1)
+    total = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    if ALIGNED:  # then several elements are loaded at once
+        gradient, total, size = tl.multiple_of(gradient, 16), tl.multiple_of(total, 16), tl.multiple_of(size, 16)
+    places = program * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     sums = tl.load(gradient + places, inside, 0.0).to(tl.float32)
-    if not FIRST:
-        sums += tl.load(total + places, inside, 0.0)
+    sums += tl.load(total + places, inside & (tl.load(row + 4) == 0), 0.0)
     tl.store(total + places, sums, inside)
-    tl.store(squares + tl.program_id(0), tl.sum(sums * sums, 0))
+    place = tl.load(row + 3)
+    if place >= 0:
+        tl.store(squares + place + program, tl.sum(sums * sums, 0))
 
 
 @triton.jit
@@ -54,17 +72,59 @@ def programs(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def add(total: Tensor, gradient: Tensor, squares: Tensor, first: bool) -> None:
-    """Add a gradient to its sum, or begin the sum with it. Each is contiguous.
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Numbers on the device about up to `MOST` sums that one kernel adds to.
+
+    Attributes:
+        of_programs: int64 [programs], the sum that each program adds to.
+        about: int64 [sums, 5], of each sum its first program, its size, its address, the place of its squares, which is
+            negative without any, and whether it begins.
+        aligned: whether sizes and addresses are multiples of 16.
+    """
+
+    of_programs: Tensor
+    about: Tensor
+    aligned: bool
+
+    @staticmethod
+    def of(totals: Sequence[Tensor], places: Sequence[int], begin: Sequence[bool]) -> Sums:
+        """Of contiguous fp32 tensors, all different.
+
+        Args:
+            places: of the first sum of squares of each. -1 without squares.
+            begin: whether each begins with its gradient.
+        """
+        counts, device = [programs(each.numel()) for each in totals], totals[0].device
+        first = [sum(counts[:number]) for number in range(len(counts))]
+        rows = [
+            (at, each.numel(), each.data_ptr(), place, new)
+            for at, each, place, new in zip(first, totals, places, begin)
+        ]
+        aligned = all(number % ALIGNED == 0 for _, *numbers, _, _ in rows for number in numbers)
+        numbers = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        return Sums(to_device(numbers, device), to_device(torch.tensor(rows), device), aligned)
+
+
+def add(sums: Sums, gradients: Sequence[Tensor], squares: Tensor) -> None:
+    """Add gradients to their sums, or begin the sums with them.
 
     Args:
-        total: [n] fp32.
-        gradient: n elements of any type.
-        squares: [programs(n)] fp32, gets the sums of the squares of the new sums.
-        first: whether the sum begins.
+        gradients: contiguous, of one type.
+        squares: fp32. At a sum's place it gets `programs(size)` sums of squares of the new sum.
     """
-    size = gradient.numel()
-    _add[(programs(size),)](total, gradient, squares, size, FIRST=first, BLOCK=BLOCK, num_warps=8)
+    aligned = sums.aligned and all(each.data_ptr() % ALIGNED == 0 for each in gradients)
+    filled = (*gradients, *gradients[:1] * (MOST - len(gradients)))  # so that one kernel fits all numbers of them
+    _add[(len(sums.of_programs),)](
+        filled,
+        sums.of_programs,
+        sums.about,
+        squares,
+        ALIGNED=aligned,
+        ABOUT=sums.about.shape[1],
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
 
 
 def update(
@@ -101,6 +161,6 @@ def try_them(device: torch.device, dtype: torch.dtype) -> None:
     one, master = torch.ones((), device=device), torch.zeros(size, device=device)
     master.grad, narrow = torch.zeros(size, device=device), torch.zeros(size, dtype=dtype, device=device)
     group = {"betas": (0.9, 0.999), "eps": 1e-8, "lr": 0.0, "weight_decay": 0.0}
-    for first in (True, False):
-        add(master.grad, narrow, torch.zeros(1, device=device), first)
+    for total in (master.grad, master.grad[:ALIGNED]):
+        add(Sums.of([total], [0], [True]), [narrow[: len(total)]], torch.zeros(1, device=device))
     update(group, master, narrow, {**many, "step": one}, 1 - one, one)

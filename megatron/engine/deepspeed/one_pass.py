@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import is_fake
 
 from .step_on_device import is_bf16_on_gpu, skips_on_device
 
+KEPT = 1 << 24  # elements of gradients that wait for their kernel: a GPU's cache may still have them then
+
 
 def passes_of_adamw(optimizer: Any, inner: torch.optim.Optimizer) -> Any | None:
     """The module with the kernels, where they can be used and compiled.
@@ -78,7 +80,44 @@ def write_weights_with_adamw(optimizer: Any, inner: Any, kernels: Any) -> None:
     optimizer.update_lp_params = update_weights
 
 
-class SumsWithSquares:
+class SumsInFewKernels:
+    """Adds gradients of several parameters to their fp32 sums with one kernel, and keeps the gradients until then.
+
+    Args:
+        squares: fp32, for sums of squares. None without any.
+    """
+
+    def __init__(self, kernels: Any, squares: Tensor | None = None) -> None:
+        self._kernels, self._squares, self._places = kernels, squares, dict[int, int]()
+        self._known: dict[tuple[tuple[int, bool], ...], Any] = {}
+        self._waiting: dict[int, tuple[Tensor, Tensor, bool]] = {}
+        self._elements = 0
+
+    def add(self, total: Tensor, gradient: Tensor, first: bool) -> None:
+        """`total` becomes the gradient, or the sum with it, before the backward pass returns."""
+        if not self._waiting:
+            torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+        if total.data_ptr() in self._waiting or len(self._waiting) == self._kernels.MOST:
+            self.flush()
+        self._waiting[total.data_ptr()] = total, gradient.contiguous(), first
+        self._elements += total.numel()
+        if self._elements >= KEPT:
+            self.flush()
+
+    def flush(self) -> None:
+        """Add all gradients that are kept."""
+        waiting, self._waiting, self._elements = self._waiting, {}, 0
+        for dtype in {gradient.dtype: None for _, gradient, _ in waiting.values()}:
+            chosen = {place: each for place, each in waiting.items() if each[1].dtype == dtype}
+            key = tuple((place, first) for place, (*_, first) in chosen.items())
+            totals, gradients, firsts = zip(*chosen.values())
+            if key not in self._known:
+                places = [self._places.get(place, -1) for place in chosen]
+                self._known[key] = self._kernels.Sums.of(totals, places, firsts)
+            self._kernels.add(self._known[key], gradients, totals[0] if self._squares is None else self._squares)
+
+
+class SumsWithSquares(SumsInFewKernels):
     """Sums of gradients of a rank whose parameters no other rank has, with the squares that their norm needs.
 
     Args:
@@ -86,29 +125,27 @@ class SumsWithSquares:
     """
 
     def __init__(self, totals: Sequence[Sequence[Tensor]], kernels: Any) -> None:
-        self._kernels, self._places, end = kernels, dict[int, slice](), 0
+        parts, end = dict[int, slice](), 0
         for total in (each for group in totals for each in group):
             begin, end = end, end + kernels.programs(total.numel())
-            self._places[total.data_ptr()] = slice(begin, end)
-        self._squares = totals[0][0].new_zeros(end)
+            parts[total.data_ptr()] = slice(begin, end)
+        self._of_all, self._parts = totals[0][0].new_zeros(end), parts
+        super().__init__(kernels, self._of_all)
+        self._places = {total: part.start for total, part in parts.items()}
         self._counted: tuple[tuple[int, ...], Tensor | None] = ((), None)
-
-    def add(self, total: Tensor, gradient: Tensor, first: bool) -> None:
-        """`total` becomes the gradient, or the sum with it."""
-        self._kernels.add(total, gradient.contiguous(), self._squares[self._places[total.data_ptr()]], first)
 
     def norms(self, totals: Sequence[Tensor]) -> list[Tensor]:
         """The norm of some sums that have gradients, as a list of one norm. Others of the list are kept."""
-        known = tuple(each.data_ptr() for each in totals if each.data_ptr() in self._places)
+        known = tuple(each.data_ptr() for each in totals if each.data_ptr() in self._parts)
         if not known:
             return list(totals)
         if self._counted[0] != known:
-            places = torch.zeros(len(self._squares), dtype=torch.bool)
+            places = torch.zeros(len(self._of_all), dtype=torch.bool)
             for each in known:
-                places[self._places[each]] = True
-            chosen = None if places.all() else places.nonzero().view(-1).to(self._squares.device)
+                places[self._parts[each]] = True
+            chosen = None if places.all() else places.nonzero().view(-1).to(self._of_all.device)
             self._counted = known, chosen
         chosen = self._counted[1]
-        squares = self._squares if chosen is None else self._squares[chosen]
+        squares = self._of_all if chosen is None else self._of_all[chosen]
         norm = squares.sum(dtype=torch.float64).sqrt().float().view(1)
-        return [norm, *(each for each in totals if each.data_ptr() not in self._places)]
+        return [norm, *(each for each in totals if each.data_ptr() not in self._parts)]

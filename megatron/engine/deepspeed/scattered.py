@@ -24,6 +24,7 @@ from megatron.parallel.transport.shared_sums import averages
 
 from .expert_groups import norm_of_parts
 from .gathers import LateGathers
+from .one_pass import SumsInFewKernels
 from .sum_of_squares import sum_of_squares
 
 FLYING = 2  # buckets on their way, where each has memory of its own
@@ -73,6 +74,7 @@ class ScatteredGradients:
         wire: the type in which gradients are sent.
         late: all buckets are sent after the last backward pass. So are those whose parameters `tied` has, which the
             pipeline adds up first.
+        kernels: of `passes_of_adamw`. They add several gradients at once.
     """
 
     def __init__(
@@ -84,10 +86,12 @@ class ScatteredGradients:
         each: bool,
         wire: torch.dtype,
         late: bool = False,
+        kernels: Any | None = None,
     ) -> None:
         self._engine, self._zero, self._mesh = engine, engine.optimizer, mesh
         self._each, self._wire, self._passes = each, wire, passes
         self._cut: bool = engine.zero_optimization_stage() == 2
+        self._few = None if kernels is None or self._cut else SumsInFewKernels(kernels)
         self._arrived: dict[nn.Parameter, int] = {}
         self._spent: nn.Parameter | None = None
         self._flying: list[tuple[Bucket, Any, float, Tensor, Tensor]] = []
@@ -226,8 +230,12 @@ class ScatteredGradients:
         if gradient is None:
             place.zero_()
         elif gradient.untyped_storage()._cdata != place.untyped_storage()._cdata:
-            place.add_(gradient) if parameter in bucket.seen else place.copy_(gradient)
-            if gradient.dtype == place.dtype and not self._cut:
+            same, first = gradient.dtype == place.dtype, parameter not in bucket.seen
+            if self._few is not None and not same:
+                self._few.add(place.view(-1), gradient, first)
+            else:
+                place.copy_(gradient) if first else place.add_(gradient)
+            if same and not self._cut:
                 parameter.grad = place  # further ones are added there
             else:
                 self._spent = parameter  # hooks after this one may read it
@@ -240,6 +248,8 @@ class ScatteredGradients:
     def _send(self, bucket: Bucket) -> None:
         for parameter in bucket.parameters.keys() - bucket.seen:
             self._keep(bucket, parameter)
+        if self._few is not None:
+            self._few.flush()
         assert bucket.flat is not None
         whole, out = bucket.flat.to(self._wire), bucket.own
         apart = self._cut or whole is not bucket.flat

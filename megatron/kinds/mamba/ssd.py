@@ -290,30 +290,50 @@ def ssd_of_fla(
     limits: Limits = (0.0, None),
     initial_BhPN: None = None,
     starts_BS: Tensor | None = None,
+    parts: tuple[Callable[..., tuple[Tensor, ...]], Callable[..., Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """See `ssd`: gated linear attention with one decay for each head, of queries C, keys B and values dt x.
 
     No state is returned, and only the inputs are kept for the gradient. The kernels choose their own chunks. torch
     computes inputs in fp32, which they would round.
+
+    Args:
+        parts: `gated_rows` and `gated_output`, or their compiled forms.
     """
     if inputs[0].dtype == torch.float32:
         return ssd(*inputs, chunk=chunk, limits=limits, starts_BS=starts_BS)
     bounds = None if starts_BS is None else document_bounds(starts_BS)
-    return recomputed(functools.partial(_gated_attention, limits=limits, bounds=bounds), *inputs), None
+    attention = functools.partial(_gated_attention, parts or (gated_rows, gated_output), limits, bounds)
+    return recomputed(attention, *inputs), None
 
 
-def _gated_attention(*inputs: Tensor, limits: Limits, bounds: Tensor | None) -> Tensor:
+def gated_rows(
+    x: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, B: Tensor, C: Tensor, limits: Limits
+) -> tuple[Tensor, ...]:
+    """Queries, keys and values of each head, and the logarithms of its decays."""
+    step = F.softplus(at_least_fp32(dt) + dt_bias)
+    step = step if limits == (0.0, None) else step.clamp(*limits)
+    share = x.shape[2] // B.shape[2]
+    query, key = (each.repeat_interleave(share, 2) for each in (C, B))
+    return query, key, (x * step.unsqueeze(-1)).to(x.dtype), step * -A_log.exp()
+
+
+def gated_output(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
+    return (y + D.unsqueeze(-1) * x).to(x.dtype)
+
+
+def _gated_attention(
+    parts: tuple[Callable, Callable], limits: Limits, bounds: Tensor | None, *inputs: Tensor
+) -> Tensor:
     from fla.ops.simple_gla import chunk_simple_gla
 
     x, dt, dt_bias, A_log, D, B, C = inputs
-    step = F.softplus(at_least_fp32(dt) + dt_bias).clamp(*limits)
-    share = x.shape[2] // B.shape[2]
-    query, key = (each.repeat_interleave(share, 2) for each in (C, B))
-    rows = [query, key, (x * step.unsqueeze(-1)).to(x.dtype), step * -A_log.exp()]
+    rows_of, output_of = parts
+    rows = rows_of(x, dt, dt_bias, A_log, B, C, limits)
     if bounds is not None:  # documents of all samples one after another, as one sample
         rows = [each.flatten(0, 1).unsqueeze(0) for each in rows]
     y, _ = chunk_simple_gla(*(each.contiguous() for each in rows), scale=1.0, cu_seqlens=bounds)
-    return (y.view_as(x) + D.unsqueeze(-1) * x).to(x.dtype)
+    return output_of(y.view_as(x), x, D)
 
 
 SCANS: Mapping[str, Callable[..., tuple[Tensor, Tensor | None]]] = {

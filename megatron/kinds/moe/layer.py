@@ -45,7 +45,7 @@ from megatron.parallel.layout.shard import Role
 
 from .dispatch import AllToAllDispatch, LocalDispatch, dispatch_messages, row_messages
 from .experts import Experts
-from .losses import Routed, auxiliary_losses, count
+from .losses import Routed, auxiliary_losses, count, sums_of_samples
 from .permute import Rows, combine, permute, sort_by_expert, weighted_sum
 from .router import (
     STATE,
@@ -231,7 +231,7 @@ class MoE(nn.Module):
         router = self.options.router
         if choice.experts_Tk is not None:
             own = None if self.expert_scale is None else sum_gradient(self.expert_scale, self.mesh.tensor)
-            weights = weights_of(scores_TE, choice.experts_Tk, self.options, own)
+            weights = self.weighed(scores_TE, choice.experts_Tk, own)
         else:
             weights = scores_TE.T.gather(1, choice.of_experts).flatten() * router.scale
         weights = sum_gradient(weights, self.mesh.columns)  # each column has other channels of the outputs
@@ -260,16 +260,33 @@ class MoE(nn.Module):
         if not self.training:
             return {}
         experts, routed = self.options.experts, state or Routed()
-        every_BC = count(choice, samples, classes(self.options))
-        dropped = every_BC[:, experts:].sum() if rows.kept_Tk is None else (~rows.kept_Tk).sum()
-        routed.add(logits_TE, scores_TE, every_BC, dropped, self.options)
+        every_BC, dropped = count(choice, samples, classes(self.options)), None
+        if rows.kept_Tk is not None:
+            dropped = (~rows.kept_Tk).sum()
+        elif every_BC.shape[1] > experts:
+            dropped = every_BC[:, experts:].sum()
+        groups = len(every_BC)  # one where experts choose
+        routed.add(len(logits_TE) // groups, every_BC, dropped, *self.summed(logits_TE, scores_TE, groups))
         if routed.counts_BE is None or not (stream.chunk is None or stream.chunk.last):
             return {}
         counts_BE = routed.counts_BE[:, :experts]
-        losses = auxiliary_losses(routed, self.context.sum(counts_BE), self.options.losses, self.mesh.data)
+        sums = routed.share_BE, routed.z_B, self.context.sum(counts_BE), routed.tokens
+        if self.options.losses.over == "ranks":
+            losses = auxiliary_losses(*sums, self.options.losses, self.mesh.data)
+        else:
+            losses = self.costs(*sums)
         if not repeating():
             self.balance.add(counts_BE.sum(0), routed.dropped, losses)
         return losses
+
+    def weighed(self, scores_TE: Tensor, experts_Tk: Tensor, scale_E: Tensor | None) -> Tensor:
+        return weights_of(scores_TE, experts_Tk, self.options, scale_E)
+
+    def summed(self, logits_TE: Tensor, scores_TE: Tensor, samples: int) -> tuple[Tensor | None, Tensor | None]:
+        return sums_of_samples(logits_TE, scores_TE, samples, self.options)
+
+    def costs(self, share_BE: Tensor | None, z_B: Tensor | None, counts_BE: Tensor, tokens: int) -> dict[str, Tensor]:
+        return auxiliary_losses(share_BE, z_B, counts_BE, tokens, self.options.losses)
 
     def _loss(self, y: Tensor, losses: dict[str, Tensor], stream: Stream) -> dict[str, Tensor]:
         """The channel of auxiliary losses with this layer's added, where the layer has any.
@@ -281,8 +298,9 @@ class MoE(nn.Module):
             return {}
         if not losses:  # in an evaluation
             return {LOSS: stream.channels.get(LOSS, y.new_zeros((*y.shape[:2], 1)))}
-        total = sum(getattr(options, name) * loss for name, loss in losses.items())
-        total = total / self.mesh.tensor.size
+        first, *more = [getattr(options, name) * loss for name, loss in losses.items()]
+        total = sum(more, first)
+        total = total if self.mesh.tensor.size == 1 else total / self.mesh.tensor.size
         if stream.chunk is not None:  # the head averages over all tokens, and only the last chunk's have the loss
             total = total * (stream.chunk.whole / stream.chunk.tokens)
         return with_loss(stream, y, total)

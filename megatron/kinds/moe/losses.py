@@ -18,7 +18,7 @@ from megatron.kinds.moe.options import AuxiliaryLossOptions, MoEOptions
 from megatron.model.expert_tally import LOSSES, ExpertTally
 from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layers.parameters import ParameterFactory
-from megatron.parallel.layout.mesh import Axis
+from megatron.parallel.layout.mesh import ALONE, Axis
 from megatron.parallel.layout.shard import Role
 
 from .router import ExpertChoice, classes
@@ -40,6 +40,7 @@ class Balance(ExpertTally):
             self.correction = make.buffer("correction", (classes(options),), role=Role.ROUTER)
             self.correction[options.experts :] = -1.0
         self.tally = torch.zeros(options.experts + self.EXTRA, dtype=torch.float32, device=make.device)
+        self.zero_and_one = torch.arange(2, dtype=torch.float32, device=make.device).split(1)
 
     @torch.no_grad()
     def add(self, counts_E: Tensor, dropped: Tensor | None, losses: dict[str, Tensor]) -> None:
@@ -49,14 +50,9 @@ class Balance(ExpertTally):
             counts_E: number of choices of each expert.
             dropped: number of choices without a place, or of no expert.
         """
-        E = self.experts
-        self.tally[:E] += counts_E
-        if dropped is not None:
-            self.tally[E] += dropped
-        for place, name in enumerate(LOSSES, start=E + 1):
-            if name in losses:
-                self.tally[place] += losses[name].detach()
-        self.tally[-1] += 1
+        none, one = self.zero_and_one
+        numbers = [none if dropped is None else dropped.view(1), *(losses.get(name, none).view(1) for name in LOSSES)]
+        self.tally += torch.cat([counts_E, *numbers, one])
 
     @torch.no_grad()
     def finish(self, counts_E: Tensor) -> None:
@@ -71,43 +67,59 @@ class Routed:
     """Sums for the losses over the tokens of all chunks so far."""
 
     counts_BE: Tensor | None = None  # choices of each class by each sample, the experts first and then none
-    dropped: Tensor | None = None  # choices without a place, or of no expert
+    dropped: Tensor | None = None  # choices without a place, or of no expert. None where each has a place
     tokens: int = 0  # of a sample
     share_BE: Tensor | None = None  # each expert's share of a token's scores
     z_B: Tensor | None = None  # the squared logsumexp of the logits
 
     def add(
-        self, logits_TE: Tensor, scores_TE: Tensor, counts_BE: Tensor, dropped: Tensor, options: MoEOptions
+        self, tokens: int, counts_BE: Tensor, dropped: Tensor | None, share_BE: Tensor | None, z_B: Tensor | None
     ) -> None:
-        """Add tokens of the same samples. Logits and scores are of all classes."""
-        samples, losses = len(counts_BE), options.losses
-        self.tokens += len(logits_TE) // samples
+        """Add tokens of the same samples."""
+        self.tokens += tokens
         self.counts_BE, self.dropped = _plus(self.counts_BE, counts_BE), _plus(self.dropped, dropped)
-        if losses.balance or losses.sequence:
-            own_TE = scores_TE[:, : options.experts]
-            share_TE = own_TE / own_TE.sum(-1, keepdim=True)
-            self.share_BE = _plus(self.share_BE, share_TE.unflatten(0, (samples, -1)).sum(1))
-        if losses.z:
-            squares_T = logits_TE.logsumexp(-1).square()
-            self.z_B = _plus(self.z_B, squares_T.view(samples, -1).sum(1))
+        self.share_BE, self.z_B = _plus(self.share_BE, share_BE), _plus(self.z_B, z_B)
 
 
-def _plus(before: Tensor | None, more: Tensor) -> Tensor:
-    return more if before is None else before + more
+def _plus(before: Tensor | None, more: Tensor | None) -> Tensor | None:
+    return more if before is None or more is None else before + more
 
 
-def auxiliary_losses(routed: Routed, counts_BE: Tensor, options: AuxiliaryLossOptions, data: Axis) -> dict[str, Tensor]:
+def sums_of_samples(
+    logits_TE: Tensor, scores_TE: Tensor, samples: int, options: MoEOptions
+) -> tuple[Tensor | None, Tensor | None]:
+    """`share_BE` and `z_B` of `Routed`, for some tokens of each sample. Logits and scores are of all classes."""
+    losses, share_BE, z_B = options.losses, None, None
+    if losses.balance or losses.sequence:
+        own_TE = scores_TE[:, : options.experts]
+        share_TE = own_TE / own_TE.sum(-1, keepdim=True)
+        share_BE = share_TE.unflatten(0, (samples, -1)).sum(1)
+    if losses.z:
+        z_B = logits_TE.logsumexp(-1).square().view(samples, -1).sum(1)
+    return share_BE, z_B
+
+
+def auxiliary_losses(
+    share_BE: Tensor | None,
+    z_B: Tensor | None,
+    counts_BE: Tensor,
+    tokens: int,
+    options: AuxiliaryLossOptions,
+    data: Axis = ALONE,
+) -> dict[str, Tensor]:
     """The losses that have a coefficient, without it.
 
     Args:
+        share_BE, z_B: of `Routed`.
         counts_BE: choices of each expert by each sample, on all ranks that share its tokens. The means of scores are of
             this rank's tokens, and the losses of such ranks are averaged later.
-        data: the data parallel axis.
+        tokens: of a sample.
+        data: the data parallel axis, over which `over: ranks` adds counts.
     """
     found: dict[str, Tensor] = {}
     experts = counts_BE.shape[1]
-    if routed.share_BE is not None:
-        counts_BE, share_BE = counts_BE.to(routed.share_BE.dtype), routed.share_BE / routed.tokens
+    if share_BE is not None:
+        counts_BE, share_BE = counts_BE.to(share_BE.dtype), share_BE / tokens
         if options.balance:
             counts_E = counts_BE.sum(0)
             if options.over == "ranks":
@@ -116,8 +128,8 @@ def auxiliary_losses(routed: Routed, counts_BE: Tensor, options: AuxiliaryLossOp
         if options.sequence:
             load_BE = counts_BE / counts_BE.sum(-1, keepdim=True).clamp(min=1)
             found["sequence"] = experts * (load_BE * share_BE).sum(-1).mean()
-    if routed.z_B is not None:
-        found["z"] = routed.z_B.mean() / routed.tokens
+    if z_B is not None:
+        found["z"] = z_B.mean() / tokens
     return found
 
 

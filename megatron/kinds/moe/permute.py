@@ -52,13 +52,13 @@ def sort_by_expert(choice: ExpertChoice, experts: int, tokens: int, capacity: in
     chosen_R = choice.of_tokens.flatten().to(torch.int16 if experts < 2**15 else torch.int32)
     sorted_R, order_R = chosen_R.sort(stable=True)
     numbers_E = torch.arange(experts, device=chosen_R.device, dtype=chosen_R.dtype)
-    ends_E = torch.searchsorted(sorted_R, numbers_E, right=True)
-    sorted_R, numbers_E = sorted_R.long(), numbers_E.long()
+    ends_E = torch.searchsorted(sorted_R, numbers_E, right=True, out_int32=True)
     rows_R = torch.arange(len(order_R), device=order_R.device)
     top_k = choice.of_tokens.shape[1]
     if capacity is None:
         place_R = torch.empty_like(order_R).scatter_(0, order_R, rows_R)
-        return Rows(order_R // top_k, ends_E.int(), tokens, place_R.view(-1, top_k))
+        return Rows(order_R // top_k, ends_E, tokens, place_R.view(-1, top_k))
+    sorted_R, numbers_E, ends_E = sorted_R.long(), numbers_E.long(), ends_E.long()
     begin_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
     nth_R = rows_R - begin_E[sorted_R]
     kept_R = nth_R < capacity

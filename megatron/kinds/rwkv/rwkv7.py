@@ -35,7 +35,7 @@ from megatron.parallel.layout.initial import ZEROS, Init, formula
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.shard import Role, Shard
 
-from .wkv7 import left_of_state, wkv7, wkv7_of_fla
+from .wkv7 import NARROWEST_HEAD, WIDEST_HEAD, left_of_state, wkv7, wkv7_of_fla
 
 FASTEST = -math.exp(-0.5)  # of the logarithms of the decays
 FIRST = "v_first"
@@ -69,7 +69,8 @@ class RWKV7(nn.Module):
         self.mesh, self.context, self.options = make.mesh, make.context, options
         self.heads = H // N // make.mesh.tensor.size
         self.blended, self.factors, self.finished = blended, _factors, _finished
-        self.fused = choose_kernels(model.kernels, KIND, make.device)[0] == "fla"
+        fits = NARROWEST_HEAD <= N <= WIDEST_HEAD
+        self.fused = fits and choose_kernels(model.kernels, KIND, make.device)[0] == "fla"
         self.first = is_first(model, init.index)
         start = Start(options.init, init, H)
         mixes = start.mixes(*(p * start.rest for p in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)))
@@ -191,8 +192,13 @@ def _factors(
     rate_scale: Tensor,
     *,
     heads: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Inputs of `wkv7` except r, [B, S, h, N] each in fp32. See docs/models.md for the equations."""
+    narrow: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:
+    """Inputs of `wkv7` except r, [B, S, h, N] each in fp32. See docs/models.md for the equations.
+
+    Args:
+        narrow: a type. Decays, keys and values are then followed by all inputs except decays in that type.
+    """
     k, v = at_least_fp32(k), at_least_fp32(v)
     log_w = FASTEST * torch.sigmoid(decay_base + at_least_fp32(w))
     a = torch.sigmoid(rate_base + at_least_fp32(a))
@@ -201,7 +207,8 @@ def _factors(
     removed = F.normalize((k * key_scale).unflatten(-1, (heads, -1)), dim=-1)
     k = k * (1 + (a - 1) * rate_scale)
     log_w, k, v, a = (each.unflatten(-1, (heads, -1)) for each in (log_w, k, v, a))
-    return log_w, k, v, -removed, removed * a
+    found = log_w, k, v, -removed, removed * a
+    return found if narrow is None else (*found[:3], *(each.to(narrow) for each in found[1:]))
 
 
 def _made_of_none(*inputs: Any, heads: int, chunk: int) -> Tensor:
@@ -237,10 +244,11 @@ def _time_mix(
     """
     *made, bonus, norm_weight, norm_bias, memory, starts = inputs
     dtype, r = g.dtype, at_least_fp32(r).unflatten(-1, (heads, -1))
-    log_w, k, v, a, b = factors(*made, heads=heads)
-    if fused:
-        y, memory = wkv7_of_fla(r, log_w, k, v, a, b, chunk=chunk, starts_BS=starts, dtype=dtype)
+    if fused and dtype != torch.float32:
+        log_w, k, v, *read = factors(*made, heads=heads, narrow=dtype)
+        y, memory = wkv7_of_fla(r, log_w, *read, chunk=chunk, starts_BS=starts, dtype=dtype)
     else:
+        log_w, k, v, a, b = factors(*made, heads=heads)
         y, memory = wkv7(r, log_w, k, v, a, b, chunk=chunk, initial_BhNN=memory, starts_BS=starts)
     return finished(y, r, k, v, g, bonus, norm_weight, norm_bias, epsilon=epsilon), memory
 
@@ -258,7 +266,8 @@ def _finished(
     epsilon: float,
 ) -> Tensor:
     """(norm(y) + bonus) * gate, [B, S, d] of the gate's type."""
-    y = F.layer_norm(y, y.shape[-1:], eps=epsilon).flatten(2) * at_least_fp32(norm_weight) + at_least_fp32(norm_bias)
+    y, gain, shift = (at_least_fp32(each) for each in (y, norm_weight, norm_bias))
+    y = F.layer_norm(y, y.shape[-1:], eps=epsilon).flatten(2) * gain + shift
     y = y + ((r * k * bonus.view(k.shape[2:])).sum(-1, keepdim=True) * v).flatten(2)
     return (y * at_least_fp32(g)).to(g.dtype)
 

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.kinds.common.recurrence.pieces import document_bounds
 
-WIDEST_HEAD = 256  # channels that the kernels of flash-linear-attention take
+NARROWEST_HEAD, WIDEST_HEAD = 16, 256  # channels that the kernels of flash-linear-attention take
 
 
 class ForwardChunks(NamedTuple):
@@ -279,10 +279,10 @@ def wkv7_of_fla(
     No state is returned. The kernels choose their own chunks.
 
     Args:
-        dtype: of the inputs of matrix products. torch computes fp32, which the kernels would round, and very wide
-            heads.
+        dtype: of the inputs of matrix products. torch computes fp32, which the kernels would round, and heads
+            that do not fit them.
     """
-    if dtype == torch.float32 or inputs[0].shape[-1] > WIDEST_HEAD:
+    if dtype == torch.float32 or not NARROWEST_HEAD <= inputs[0].shape[-1] <= WIDEST_HEAD:
         return wkv7(*inputs, chunk=chunk, starts_BS=starts_BS)
     from fla.ops.rwkv7 import chunk_rwkv7
 

@@ -86,9 +86,10 @@ def test_auto_takes_no_kernels_that_fail_in_the_first_backward_pass(
     assert kernels.choose_kernels(wanted, kinds_of()["mamba2"], "cuda") == (choice, reason)
 
 
-def test_heads_that_are_too_wide_for_the_kernels_are_computed_by_torch():
+@pytest.mark.parametrize("width", [wkv7.NARROWEST_HEAD - 1, wkv7.WIDEST_HEAD + 1])
+def test_heads_that_do_not_fit_the_kernels_are_computed_by_torch(width: int):
     torch.manual_seed(0)
-    inputs = [torch.randn(1, 3, 1, wkv7.WIDEST_HEAD + 1) for _ in range(6)]
+    inputs = [torch.randn(1, 3, 1, width) for _ in range(6)]
     inputs[1] = -torch.sigmoid(inputs[1]) / 2
     assert torch.equal(wkv7.wkv7_of_fla(*inputs, chunk=2)[0], wkv7.wkv7(*inputs, chunk=2)[0])
 

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.paths import ROOT
@@ -24,7 +25,7 @@ CASES = {
     "llama, bf16, ZeRO 1, two micro-batches": (1, "llama", ["configs/layouts/bf16.yml", *TWO]),
     "llama, fp32": (1, "llama", FOUR),
     "experts, bf16, ZeRO 1": (1, "moe", ["configs/layouts/bf16.yml", *FOUR]),
-    "mamba2, bf16, ZeRO 1": (1, "mamba2", ["configs/layouts/bf16.yml", *FOUR]),
+    "mamba2, bf16, ZeRO 1": (1, "mamba2", ["configs/layouts/bf16.yml", "model.kernels=torch", *FOUR]),
     "llama, bf16, ZeRO 1, dp8": (8, "llama", ["configs/layouts/bf16.yml", *EIGHT]),
     "llama, bf16, ZeRO 2, dp8": (8, "llama", ["configs/layouts/bf16.yml", "zero.stage=2", *EIGHT]),
     "llama, bf16, ZeRO 3, dp8": (8, "llama", ["configs/layouts/bf16.yml", "zero.stage=3", *EIGHT]),
@@ -52,25 +53,35 @@ CASES = {
 }
 
 
-def count(name: str, environment: dict[str, str], python: str = sys.executable) -> dict:
-    """What the start of a case and one of its steps ask of the device.
+def counts(names: Iterable[str], environment: dict[str, str]) -> dict[str, dict]:
+    """What the start of each case and one of its steps ask of the device."""
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = []
+        for number, (ranks, model, arguments) in enumerate(CASES[name] for name in names):
+            own = [f"configs/test/tiny_{model}.yml", *(each for each in arguments if each.endswith(".yml"))]
+            own += [*STEP, *(each for each in arguments if "=" in each)]
+            jobs.append((str(Path(folder) / f"{number}.json"), ranks, own))
+        run_all(Path(folder), jobs, environment)
+        return {name: found(output) for name, (output, *_) in zip(names, jobs)}
+
+
+def run_all(folder: Path, jobs: list[tuple[str, int, list[str]]], environment: dict[str, str]) -> None:
+    """Count runs of (output, ranks, arguments), one after another, from one process that has imported torch."""
+    todo = folder / "all.jobs"
+    todo.write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "tests.stand_ins.gpu.program", str(todo)]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=True)
+
+
+def found(output: str) -> dict:
+    """The counts of a run.
 
     Raises:
-        RuntimeError: the run failed, with its last words.
+        RuntimeError: it failed, with the end of its log.
     """
-    ranks, model, arguments = CASES[name]
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "counts.json"
-        command = [python, "-m", "tests.stand_ins.gpu.program", str(output), str(ranks)]
-        command += [f"configs/test/tiny_{model}.yml", *arguments[: 1 if arguments[0].endswith(".yml") else 0]]
-        command += [*STEP, *(each for each in arguments if "=" in each)]
-        done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True,
-        )  # fmt: skip
-        if not output.exists():
-            raise RuntimeError(f"{name}: {done.stdout[-3000:]}")
-        return json.loads(output.read_text())
+    if not Path(output).exists():
+        raise RuntimeError(Path(f"{output}.log").read_text()[-3000:])
+    return json.loads(Path(output).read_text())
 
 
 def row(found: dict) -> dict:
@@ -85,11 +96,10 @@ def main() -> None:
     wanted = sys.argv[2:] or list(CASES)
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
-        environment = build(Path(folder))
-        for name in wanted:
-            table[name] = row(count(name, environment))
+        for name, found in counts(wanted, build(Path(folder))).items():
+            table[name] = row(found)
             print(name, sum(table[name]["waits"].values()), "waits", table[name]["kernels"], "kernels", flush=True)
-            TABLE.write_text(json.dumps({each: table[each] for each in CASES if each in table}, indent=1) + "\n")
+    TABLE.write_text(json.dumps({each: table[each] for each in CASES if each in table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

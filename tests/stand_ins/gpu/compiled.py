@@ -13,18 +13,27 @@ from typing import Any
 AMD = ("hip", "gfx942", 64)
 
 
+def use_first_configurations() -> None:
+    """Autotuning would compile each configuration, and time it on a device that computes nothing."""
+    from triton.runtime import autotuner
+
+    made = autotuner.Autotuner.__init__
+
+    def first(self: Any, fn: Any, arg_names: Any, configs: Any, *arguments: Any, **options: Any) -> None:
+        made(self, fn, arg_names, configs[:1], *arguments, **options)
+
+    autotuner.Autotuner.__init__ = first
+
+
 def main() -> None:
     import torch
     import triton.compiler
     from triton.backends.compiler import GPUTarget
-    from triton.runtime import autotuner
 
     from tests.kinds.test_kernels_in_values import KINDS
 
-    compile, made, found = triton.compiler.compile, autotuner.Autotuner.__init__, dict[str, dict[str, str]]()
-
-    def first(self: Any, fn: Any, arg_names: Any, configs: Any, *arguments: Any, **options: Any) -> None:
-        made(self, fn, arg_names, configs[:1], *arguments, **options)
+    compile, found = triton.compiler.compile, dict[str, dict[str, str]]()
+    use_first_configurations()
 
     def for_both(source: Any, target: Any = None, options: Any = None, **rest: Any) -> Any:
         """What Triton calls to compile for the GPU that it sees."""
@@ -39,7 +48,7 @@ def main() -> None:
         found[source.name] = results
         return nvidia
 
-    triton.compiler.compile, autotuner.Autotuner.__init__ = for_both, first
+    triton.compiler.compile = for_both
     for kind in KINDS.values():
         kernel, _, inputs = kind()
         leaves = [each.to("cuda", torch.bfloat16).requires_grad_() for each in inputs]

@@ -6,9 +6,7 @@ python -m tests.stand_ins.gpu.layouts --write [ARCHITECTURE]     counts them aga
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -18,9 +16,9 @@ from typing import Any
 import yaml
 
 from megatron.config import ConfigError, resolve
-from tests.paths import ROOT
 from tests.training.matrix import merged, read
 
+from .cases import found, run_all
 from .program import LIFE
 
 TABLE = Path(__file__).with_name("layouts.json")
@@ -58,6 +56,7 @@ def values_of(architecture: str, name: str) -> dict[str, Any] | None:
         return None
     data = ranks if not {"tensor", "pipeline", "context"} & layout.get("parallel", {}).keys() else 1
     common = {"precision": {"compute": "bf16"}, "zero": {"stage": 1}, "tokenizer": {"eod_id": 0}}
+    common["model"] = {"kernels": "torch"}  # whatever is installed
     step = {"training": {"compile": "off", "global_batch_size": 8 * data, "activation_checkpointing": {"mode": "none"}}}
     values = merged(matrix["common"], own, common, step, layout)
     try:
@@ -78,7 +77,7 @@ def count(names: list[str], environment: dict[str, str]) -> dict[str, dict[str, 
                     file.write_text(yaml.safe_dump(values))
                     jobs.append((str(file.with_suffix(".json")), CLASSES[name][0], [str(file)]))
                     places.append((architecture, name))
-        _run(folder, jobs, environment)
+        run_all(folder, jobs, environment)
         table: dict[str, dict[str, Any]] = {architecture: {} for architecture in names}
         for (architecture, name), (output, *_) in zip(places, jobs):
             done, log = Path(output).exists(), Path(f"{output}.log")
@@ -87,11 +86,7 @@ def count(names: list[str], environment: dict[str, str]) -> dict[str, dict[str, 
 
 
 def lives(names: list[str], environment: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """What the first evaluation, save and resume of a run on one rank, and a token of a sample, ask of the device.
-
-    Raises:
-        RuntimeError: a run failed, with the end of its log.
-    """
+    """What the first evaluation, save and resume of a run on one rank, and a token of a sample, ask of the device."""
     with tempfile.TemporaryDirectory() as made:
         folder, jobs = Path(made), []
         for number, name in enumerate(names):
@@ -104,32 +99,21 @@ def lives(names: list[str], environment: dict[str, str]) -> dict[str, dict[str, 
             own = [f"run.dir={folder / str(number)}", "checkpoint.every=2"]
             output = str(file.with_suffix(f".{LIFE}.json"))
             jobs += [(output, 1, [str(file), *own, f"training.steps={steps}"]) for steps in (2, 4)]
-        _run(folder, jobs, environment)
-        outputs = {name: Path(jobs[2 * number][0]) for number, name in enumerate(names)}
-        for name, output in outputs.items():
-            if not output.exists():
-                raise RuntimeError(f"{name}: {Path(f'{output}.log').read_text()[-3000:]}")
-        found = {name: json.loads(output.read_text()) for name, output in outputs.items()}
+        run_all(folder, jobs, environment)
+        counted = {name: found(jobs[2 * number][0]) for number, name in enumerate(names)}
     kept = ("kernels", "waits", "pageable")
-    return {name: {part: {key: row[key] for key in kept} for part, row in own.items()} for name, own in found.items()}
+    return {name: {part: {key: row[key] for key in kept} for part, row in own.items()} for name, own in counted.items()}
 
 
-def _run(folder: Path, jobs: list[tuple[str, int, list[str]]], environment: dict[str, str]) -> None:
-    todo = folder / "all.jobs"
-    todo.write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "tests.stand_ins.gpu.program", str(todo)]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=True)
-
-
-def row(found: dict[str, Any]) -> dict[str, Any]:
+def row(counted: dict[str, Any]) -> dict[str, Any]:
     """Kernels, waits, groups and pageable copies of a step, and each collective as [messages, bytes]."""
-    step, messages, sizes = found["step"], Counter[str](), Counter[str]()
+    step, messages, sizes = counted["step"], Counter[str](), Counter[str]()
     for each, times in step["collectives"].items():
         operation, size = SIZE.fullmatch(each).groups()  # type: ignore[union-attr]
         messages[operation] += times
         sizes[operation] += times * int(size)
     kept = {name: step[name] for name in ("kernels", "waits", "pageable")}
-    return {**kept, "groups": found["start"]["groups"], "collectives": {k: [messages[k], sizes[k]] for k in messages}}
+    return {**kept, "groups": counted["start"]["groups"], "collectives": {k: [messages[k], sizes[k]] for k in messages}}
 
 
 def main() -> None:

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from .compiled import use_first_configurations
+
 STEPS, COUNTED = 6, 3  # a step in whose neighbours nothing is compiled, allocated or logged for the first time
 TOKEN = 4  # the counted pass of the decoder
 LIFE = "life"  # in the name of an output: of a run that evaluates, saves and resumes
@@ -216,6 +218,7 @@ def main(arguments: list[str]) -> None:
     import torch
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is no part of the stand-in
+    use_first_configurations()
     if arguments[0].endswith(".jobs"):
         fork(counts, json.loads(Path(arguments[0]).read_text()))
     else:
