@@ -15,7 +15,7 @@ def owner(unit: int, units: int, ranks: int) -> int:
 def local_shard(values: np.ndarray, tensor: LogicalTensor, rank: int, ranks: int) -> np.ndarray:
     """The flattened shard of a logical array: keep, of the cut dimension, the indices whose unit is this rank's."""
     shard = tensor.shard
-    if shard is None:
+    if shard is None or ranks == 1:  # with columns too, an owner of the whole is rank 0 of 1
         return values.reshape(-1).copy()
     if shard.across is not None:  # rank r * columns + c has the c-th of equal runs
         values = np.split(values, shard.columns, axis=shard.across)[rank % shard.columns]

@@ -163,7 +163,7 @@ def refuse_strange(groups: np.ndarray, vocabulary: Vocabulary, rows: int) -> Non
         raise ValueError("its list of tensors has more than its vocabulary")
     shards = [tensor.shard for tensor in vocabulary.tensors]
     columns = np.array([1 if shard is None else shard.columns for shard in shards], dtype=np.int64)
-    if len(first) and (ranks % columns[groups["tensor"]]).any():
+    if len(first) and ((ranks % columns[groups["tensor"]] > 0) & (ranks > 1)).any():  # one rank has the whole
         raise ValueError("a tensor has columns that do not divide its tensor parallel ranks")
 
 
