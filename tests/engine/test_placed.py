@@ -16,7 +16,8 @@ from tests.workers import run
 QK_CLIP = {"model": {"attention": {"qk_clip": 0.5}}}
 CASES = {
     "evaluation weights": {
-        "optimizer": {"type": "schedule_free_adamw", "momentum": 0.0},
+        # AdamW's, in place of SGD's. With a small epsilon the rounding of a tiny gradient moves a weight by up to lr.
+        "optimizer": {"type": "schedule_free_adamw", "lr": 0.01, "epsilon": 1e-3, "momentum": 0.0},
         "schedule": {"type": "constant"},
     },
     "average": {"training": {"weight_average": 0.5}},
