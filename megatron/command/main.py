@@ -45,11 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(verb: Verb, words: list[str]) -> int:
     """Run a verb with what follows it on the command line."""
-    if verb.launch or verb.question:
+    if verb.launch:
         from ..launch.command_line import main as launch
 
-        if verb.launch:
-            return launch(words, script=str(verb.launch))
+        return launch(words, script=str(verb.launch))
+    if verb.question:
+        from ..launch.command_line import main as launch
+
         if words[:1] in (["-h"], ["--help"]):
             print(f"usage: deepy {verb.name} RUN\n\n{verb.help}")
             return 0

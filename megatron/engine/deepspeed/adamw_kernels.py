@@ -114,7 +114,7 @@ def add(sums: Sums, gradients: Sequence[Tensor], squares: Tensor) -> None:
         squares: fp32. At a sum's place it gets `programs(size)` sums of squares of the new sum.
     """
     aligned = sums.aligned and all(each.data_ptr() % ALIGNED == 0 for each in gradients)
-    filled = (*gradients, *gradients[:1] * (MOST - len(gradients)))  # so that one kernel fits all numbers of them
+    filled = (*gradients, *[gradients[0]] * (MOST - len(gradients)))  # so that one kernel fits all numbers of them
     _add[(len(sums.of_programs),)](
         filled,
         sums.of_programs,
