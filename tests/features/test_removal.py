@@ -13,6 +13,7 @@ import pytest
 from megatron.config import resolve
 from megatron.config.features.feature import features_of
 from megatron.config.registry import FEATURE, INSIDE
+from megatron.config.show.reference import pages
 from megatron.config.tree import thaw
 from megatron.testing import train_on_ranks
 from tests.paths import ROOT
@@ -47,6 +48,7 @@ import json, os, sys
 from pathlib import Path
 import torch
 from megatron.config import ConfigError, load
+from megatron.config.show.reference import pages
 from megatron.config.tree import thaw
 from megatron.testing.runs import train_on_this_rank
 
@@ -64,6 +66,7 @@ records = train_on_this_rank({**json.loads(plain.read_text()), "run": {"dir": st
 print(json.dumps({
     "problems": problems,
     "losses": [record["loss"] for record in records if "loss" in record],
+    "pages": pages(),
     "resolved": thaw(load([str(plain)], ranks=1).config.model_dump(mode="json")),
 }))
 """
@@ -108,6 +111,13 @@ def test_only_their_keys_are_gone(without):
         for name in keys.fields.model_fields:
             del section[name]
     assert json.dumps(whole) == json.dumps(without["resolved"])
+
+
+def test_pages_of_the_reference_are_made_without_them(without):
+    own = {name for each in REMOVED for keys in features_of()[each].keys if not keys.section
+           for name in keys.fields.model_fields}  # fmt: skip
+    whole, left = (re.findall(r"^## (\w+)$", "\n".join(made.values()), re.M) for made in (pages(), without["pages"]))
+    assert own and left == [each for each in whole if each not in own]
 
 
 @pytest.mark.parametrize("name", REMOVED)

@@ -200,12 +200,10 @@ def pages() -> dict[str, str]:
         of_a_kind = key.path[0] == "model" and key.path[1:2] and key.path[1] in kinds
         by_section["kinds" if of_a_kind else key.path[0]].append(key)
     placed = {name for _, sections in PAGES.values() for name in sections}
-    layout = {
-        **PAGES,
-        "launch": (PAGES["launch"][0], (*PAGES["launch"][1], *(name for name in by_section if name not in placed))),
-    }
+    others = [name for name in by_section if name not in placed]
     found, rows = {}, []
-    for page, (title, sections) in layout.items():
+    for page, (title, named) in PAGES.items():
+        sections = [each for each in named if each in by_section] + (others if page == "launch" else [])
         found[f"configuration/{page}.md"] = "\n".join([
             f"# {title}\n",
             *(_section(each, by_section) for each in sections),
