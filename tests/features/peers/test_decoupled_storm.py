@@ -132,7 +132,8 @@ def _resume(pid: int) -> None:
 
 
 def lines(folder: Path) -> list[dict]:
-    found = [json.loads(each.read_text())["signed"] for each in sorted((folder / "shared/rounds").iterdir())]
+    paths = sorted((folder / "shared/rounds").glob("*.json"))  # and not drafts of killed writers
+    found = [json.loads(each.read_text())["signed"] for each in paths]
     return [{key: each[key] for key in ("members", "absent", "base")} for each in found]
 
 
