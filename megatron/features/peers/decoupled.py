@@ -31,7 +31,7 @@ from .line import JUMPS, Line
 from .messages import Refused
 from .rounds import Form, Rounds, TooFew, retried
 
-LINE, AHEAD, END = "line", "ahead", "end"
+LINE, AHEAD, CLOSED, END = "line", "ahead", "closed", "end"
 COUNTS = ("completed", "steps")
 
 
@@ -61,6 +61,9 @@ class DecoupledRounds(Rounds):
     def excluded(self, round: int) -> bool:
         before = self.line(round - 1)
         return before is not None and before.strikes.get(self.name, 0) >= self.own.strikes
+
+    def refused(self, round: int) -> bool:
+        return round in self._waiting and self.name in self._waiting[round].bad
 
     def over(self) -> bool:
         return all(map(self.finished, self.own.members))
@@ -106,6 +109,7 @@ class Watch(threading.Thread):
     Attributes:
         found: the line and its contributions, once they are here.
         takes_part: whether this peer has a contribution to the round.
+        refused: whether it is refused.
         over: this peer ends before the round, which has no line. No peer has steps left, or
         quiet: peers.timeout has passed.
         ahead: whether the others are further, or the contributions of the line were deleted.
@@ -125,12 +129,11 @@ class Watch(threading.Thread):
     ) -> None:
         super().__init__(name="peers", daemon=True)
         self._rounds, self._round, self._base, self._form, self._read = rounds, round, base, form, read
-        self._work = work
         self._offer: Callable[[], None] | None = None
-        self.takes_part, self._announced = is_there, False
-        self._woken, self._ended = threading.Event(), False
+        self.takes_part, self._woken, self._work = is_there, threading.Event(), work
+        self._announced = self._ended = False
         self._until: float | None = None  # end of the wait for others
-        self.over = self.quiet = self.ahead = False
+        self.refused = self.over = self.quiet = self.ahead = False
         self.found: tuple[Line, Sequence[Mapping[str, Tensor]]] | None = None
         self.error: Exception | None = None
         self.problem = ""
@@ -140,7 +143,7 @@ class Watch(threading.Thread):
         self._woken.set()
 
     def finish(self) -> None:
-        """This peer has no steps left, and no contribution to the round."""
+        """This peer has no steps left, and no good contribution to the round."""
         if self._until is None:
             self._until = time.monotonic() + self._rounds.own.timeout
             self._woken.set()
@@ -167,8 +170,7 @@ class Watch(threading.Thread):
         if not self._announced:
             while self._work:
                 self._work.pop(0)()
-            if self._round < rounds.last:
-                rounds.announce(self._round)
+            rounds.announce(self._round)
             self._announced = True
         if self._offer is not None:
             self.takes_part = not rounds.excluded(self._round)  # else no line would have the contribution
@@ -177,17 +179,20 @@ class Watch(threading.Thread):
             self._offer = None
         over = quiet = False
         if self._until is not None:
+            self.takes_part = False
             quiet = time.monotonic() > self._until  # before the line is read: this process may be halted at any point
             if not rounds.finished(rounds.name):
                 rounds.announce(rounds.last)
             over = rounds.over()
         decides = self.takes_part or rounds.given is not None
         line = rounds.decide(self._round, self._base, self._form) if decides else rounds.line(self._round)
-        if line is None and (over or quiet):  # the last peer announces its end after the last line
-            if not over:  # others may continue: the next starts of this peer, and replays, end here too
-                rounds.announce(rounds.last, end=self._round)
-            self.quiet, self.over = not over, True
-        if line is not None:
+        self.refused = decides and line is None and rounds.refused(self._round)
+        if self.quiet or (line is None and (over or quiet)):  # the last peer announces its end after the last line
+            self.quiet |= not over
+            if self.quiet:  # others may continue: the next starts of this peer, and replays, end here too
+                rounds.announce(rounds.last, end=self._round)  # this may arrive although it fails: no line counts then
+            self.over = True
+        elif line is not None:
             contributions = self._read(line)
             self.ahead = rounds.passed(line) if contributions is None else rounds.line(self._round + 1) is not None
             if contributions is not None:
@@ -278,13 +283,11 @@ class DecoupledHook(PeersHook):
         return [sends, plan if sends else [], horizon, end, closed, flight, part.round if sends or flight else newest]
 
     def _start_watch(self, trainer: Trainer) -> None:
-        rounds, part = self.rounds, self.part
-        self._watch = None
+        rounds, part, self._watch = self.rounds, self.part, None
         if rounds is None or part.round >= rounds.last:
             return
-        later, self._later = self._later, []
         rounds.grace.clear()
-        self._watch = Watch(rounds, part.round, part.base(part.round), part, self._read, later, self._flight)
+        self._watch = Watch(rounds, part.round, part.base(part.round), part, self._read, self._later, self._flight)
         self._watch.start()
 
     def _at_border(self, trainer: Trainer) -> None:
@@ -296,8 +299,7 @@ class DecoupledHook(PeersHook):
             self._take(trainer)
         if trainer.stop_reason is not None:
             return
-        ended = self._closed and completed >= self._horizon
-        ended = ended or completed >= trainer.steps or part.round >= self._end
+        ended = completed >= (self._horizon if self._closed else trainer.steps) or part.round >= self._end
         if ended or self._may_send(trainer):
             trainer.settle()  # its numbers may demand to go back: before they are shared
         if trainer.back is not None:
@@ -315,7 +317,7 @@ class DecoupledHook(PeersHook):
             return self._sends.get(completed) == part.round
         is_time = completed - part.sent >= part.interval or completed >= trainer.steps
         new = completed > max(part.received[part.round % self.own.fragments], part.sent)
-        return is_time and new and not self._flight and part.round < self._end
+        return is_time and new and not self._flight and not self._closed and part.round < self._end
 
     def _send(self, trainer: Trainer) -> None:
         part, round, completed = self.part, self.part.round, trainer.completed
@@ -410,11 +412,9 @@ class DecoupledHook(PeersHook):
 
     def _weights(self, trainer: Trainer, line: Line) -> list[float]:
         """Tokens times tokens per step, as published."""
-        found = []
-        for each in line.members:
-            tokens = trainer.tokens(each["completed"]) - trainer.tokens(each["completed"] - each["steps"])
-            found.append(float(tokens) * float(tokens) / each["steps"])
-        return found
+        steps = [(each["completed"], each["steps"]) for each in line.members]
+        tokens = [float(trainer.tokens(end) - trainer.tokens(end - count)) for end, count in steps]
+        return [each * each / count for each, (_, count) in zip(tokens, steps, strict=True)]
 
     def _catch_up(self, trainer: Trainer, to: int | None) -> None:
         """Apply the rounds below `to`, by default all that are decided."""
@@ -468,16 +468,17 @@ class DecoupledHook(PeersHook):
 
         def look() -> str | None:
             watch, found = self._watch, self._state()
-            if found is None and watch is not None and not watch.takes_part and self.own.replay is None:
-                watch.finish()
-                return END if watch.over else None
-            return found
+            if found or watch is None or self.own.replay is not None or (watch.takes_part and not watch.refused):
+                return found
+            watch.finish()
+            return END if watch.over else None if self._closed else CLOSED
 
         while part.round < self._end:
             found = self._wait(trainer, look)
             if found is None:
                 trainer.open = trainer.completed >= trainer.steps
                 return
+            self._closed |= found == CLOSED
             if found == END:
                 if self._watch is not None and self._watch.quiet:
                     trainer.log(

@@ -13,6 +13,7 @@ import torch
 
 from megatron.config.problems import UserError
 from megatron.features.peers.decoupled import DecoupledHook, DecoupledRounds
+from megatron.features.peers.folder import SharedFolder
 from megatron.features.peers.line import JUMPS
 from megatron.features.peers.part import OuterState
 from tests.features.peers.small import Killed, SmallPeer, together
@@ -84,6 +85,61 @@ def test_an_excluded_peer_ends_although_no_other_one_is_left(tmp_path, monkeypat
     together([run_a, peers["b"].run])
     assert lines(folder)[-1]["strikes"] == {"b": 1}
     assert peers["b"].stop_reason is None and peers["b"].completed == STEPS
+
+
+def test_a_peer_whose_contribution_is_refused_ends_although_no_other_one_is_left(tmp_path, monkeypatch):
+    """It is not excluded, since no line has its strike."""
+    monkeypatch.setattr(OuterState, "fits", lambda self, tensors, round: round < 2)
+    a = company(tmp_path / "run", PACES, quorum=1, timeout=0.5, patience=3.0)["a"]
+    a.run()
+    assert a.completed == STEPS and a.stop_reason is None
+    assert a.part.round == len(lines(tmp_path / "run")) == 2
+
+
+def test_a_peer_that_has_announced_its_end_sends_nothing_more(tmp_path, monkeypatch):
+    """The others may have ended by then. Here a could send one after b's last round."""
+    folder, contribute, ends = tmp_path / "run", DecoupledRounds.contribute, threading.Event()
+    keys = {"quorum": 1, "timeout": 0.5, "patience": 10.0}
+    a, b = company(folder, PACES, **keys).values()
+    b.completed, b.part.received, b.part.sent = STEPS - 2, [STEPS - 2] * 2, STEPS - 2
+    finished = folder / f"shared/announced/{STEPS // 2:08d}/a"
+    late: list[int] = []
+
+    def slow(self: DecoupledRounds, round: int, *rest: Any, **facts: Any) -> bool:
+        if self.name == "a" and finished.exists():
+            late.append(round)
+            ends.wait(20)
+        return contribute(self, round, *rest, **facts)
+
+    monkeypatch.setattr(DecoupledRounds, "contribute", slow)
+
+    def run_b() -> None:
+        b.run(lambda peer: wait(finished.exists) if peer.completed == STEPS - 1 else None)
+        ends.set()
+
+    together([lambda: a.run(lambda peer: spoil(peer) if peer.completed == 1 else None), run_b])
+    assert a.stop_reason is b.stop_reason is None and not late
+    assert a.part.round == b.part.round == len(lines(folder))
+
+
+def test_an_end_whose_announcement_has_no_reply_is_an_end(tmp_path, monkeypatch):
+    """Its message has arrived, so the next starts and a replay end there, although b makes this round meanwhile."""
+    folder, write, cut = tmp_path / "run", SharedFolder.write, []
+    a, b = company(folder, {"a": 0.0, "b": 0.05}, timeout=0.4, patience=30.0).values()
+    finished = f"announced/{STEPS // 2:08d}/a"
+
+    def fails(self: SharedFolder, name: str, content: bytes) -> None:
+        write(self, name, content)
+        if name == finished and b'"end"' in content and not cut:
+            cut.append(a.part.round)
+            wait(lambda: (folder / f"shared/rounds/{cut[0]:08d}.json").exists())
+            raise OSError("cut off")
+
+    monkeypatch.setattr(SharedFolder, "write", fails)
+    path = folder / "shared" / finished
+    together([a.run, lambda: b.run(lambda peer: wait(lambda: cut) if path.exists() else None)])
+    assert a.stop_reason is b.stop_reason is None and cut == [a.part.round]
+    same_as_replayed(folder, {"a": a, "b": b})
 
 
 def test_a_peer_that_ends_early_also_does_so_in_the_replay(tmp_path):
