@@ -190,14 +190,14 @@ def run(counts: Counts, output: Path, ranks: int, arguments: list[str]) -> None:
 
 def fork(counts: Counts, jobs: list[tuple[str, int, list[str]]]) -> None:
     """Run (output, ranks, arguments) one after another, each in a process of its own that need not import torch."""
+    os.environ["STAND_IN_GPUS"] = "8"  # torch asks once
     import torch
 
     import megatron.engine.preload
     import megatron.training.run  # noqa: F401
 
+    torch.cuda.init()  # torch refuses it after a fork
     torch.cuda._is_in_bad_fork = lambda: False  # a real device cannot be used after a fork, this one can
-
-    os.environ["STAND_IN_GPUS"] = "8"  # torch asks once
     for output, ranks, arguments in jobs:
         child = os.fork()
         if not child:
