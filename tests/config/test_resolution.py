@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron.config import Config, ConfigError, load, resolve
-from megatron.config.arithmetic import machine
 from megatron.config.derive import AT_START, derivations
 from megatron.config.resolution import combine
 from megatron.config.schema import ANY, catalog
@@ -120,16 +119,6 @@ def test_the_rest():
     assert config.optimizer.groups["head"].weight_decay == 0.3 and config.optimizer.groups["bias"].weight_decay == 0.0
     assert resolve(changed(schedule={"type": "cosine"})).schedule.decay_steps is None
     assert resolve(changed(training={**BASE["training"], "steps": 0})).schedule.steps == 1
-
-
-@pytest.mark.parametrize(
-    ("device", "has_gpu", "chunk"),
-    [("auto", False, 1024), ("auto", True, 8192), ("cuda", False, 8192), ("cpu", True, 1024)],
-)
-def test_chunk_of_the_loss_is_of_the_device(monkeypatch, device, has_gpu, chunk):
-    monkeypatch.setattr(machine, "has_gpu", lambda: has_gpu)
-    assert resolve(changed(launch={"device": device})).training.loss_chunk == chunk
-    assert resolve(changed(launch={"device": device}, training={"loss_chunk": 7})).training.loss_chunk == 7
 
 
 def test_sets_may_have_any_name():

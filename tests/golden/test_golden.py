@@ -13,25 +13,19 @@ import pytest
 import yaml
 
 from megatron.config import read_resolved
-from megatron.config.arithmetic import machine
 from tests.golden import make
 from tests.paths import ROOT
 
 OTHER_DEFAULT = {"model.moe.losses.balance"}  # compared where somebody gives it
 GONE = {f"checkpoint.{key}" for key in ("upload", "upload_every", "upload_keep_last")}  # a level of `checkpoint.levels`
-NOW_DERIVED = {  # defaults that follow from a key or from the machine
-    "parallel.context": "derived: parallel.folded",
-    "training.loss_chunk": "derived: 8192 where launch.device is cuda, "
-    "or auto and the machine that starts the run has a GPU. Else 1024",
-}
+NOW_DERIVED = {"parallel.context": "derived: parallel.folded"}  # defaults that follow from a key that came later
 CASES, RESOLVED, MODELS = make.read("cases"), make.read("resolved"), make.read("models")
 
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
-    """Cases name files of the quick start, and what is resolved depends on whether they are there, and on a GPU."""
+    """Cases name files of the quick start, and what is resolved depends on whether they are there."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "has_gpu", lambda: False)
 
 
 @pytest.mark.parametrize("name", RESOLVED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ..arithmetic import machine
 from ..arithmetic.batches import Uncounted, steps_of_epochs
 from ..features.feature import extended
 from ..registry import OBJECTIVE, OPTIMIZER, SCHEDULE
@@ -33,11 +32,6 @@ def _global_batch_size(own: dict[str, Any], at: Any) -> int | None:
     if at.data_ranks is None or own["accumulation"] is None:
         return None
     return own["micro_batch_size"] * own["accumulation"] * at.data_ranks
-
-
-def _loss_chunk(own: dict[str, Any], at: Any) -> int:
-    on_gpu = machine.has_gpu() if at["launch.device"] == "auto" else at["launch.device"] == "cuda"
-    return 8192 if on_gpu else 1024
 
 
 class StageRotary(Section):
@@ -119,15 +113,10 @@ class TrainingSection(Section):
         gt=0,
     )
     z_loss: float = key(0.0, "Coefficient of the mean squared log-partition (PaLM z-loss).", ge=0)
-    loss_chunk: Derivable[int] = key(
-        None,
+    loss_chunk: int = key(
+        1024,
         "Tokens whose logits exist at one time while the loss is computed. 0 computes all at once.",
         unit="tokens",
-        derived=Derived(
-            "8192 where launch.device is cuda, or auto and the machine that starts the run has a GPU. Else 1024",
-            _loss_chunk,
-            ("launch.device",),
-        ),
         ge=0,
     )
     activation_checkpointing: ActivationCheckpointing = key(
