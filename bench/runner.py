@@ -274,7 +274,7 @@ def main(words: Sequence[str] | None = None) -> int:
     words, known = list(sys.argv[1:] if words is None else words), measurements()
     name = words[0].replace("_", "-") if words else ""
     if name in known:
-        return run(name, words[1:], f"bench {name}")
+        return run(name, words[1:], f"deepy bench {name}")
     print("usage: python -m bench NAME [options]\n")
     print("\n".join(f"  {each:16} {about}" for each, about in known.items()))
     return 0 if name in ("-h", "--help") else 2

@@ -83,7 +83,8 @@ def _answer_without_files(given: Sequence[str]) -> None:
         ArgumentError: there are no words.
     """
     name = Path(sys.argv[0]).name
-    usage = f"usage: python {name} a.yml b.yml ... key.path=value ...    one process. For more: ./deepy.py --help"
+    command = name if name.startswith("deepy ") else f"python {name}"
+    usage = f"usage: {command} a.yml b.yml ... key.path=value ...    one process. For more: ./deepy.py --help"
     if not given:
         raise ArgumentError(f"no configuration file: {usage}")
     if given in (["-h"], ["--help"]):

@@ -245,7 +245,9 @@ def adapters_need_linear_layers(at: KindUse[TransformersOptions]) -> Iterator[Pr
     facts = _facts(at.options)
     if at.context.option("adapter.type") not in (None, "none") and facts is not None and not facts.linears:
         rule = f"must be none: {facts.class_name} has no linear layers (torch's nn.Linear) in its blocks"
-        yield at.problem("adapter.type model.layers", rule=rule, fix="import the model (`deepy import`), or remove it")
+        yield at.problem(
+            "adapter.type model.layers", rule=rule, fix="import the model (`deepy checkpoint from-hf`), or remove it"
+        )
 
 
 KIND = LayerKind(
