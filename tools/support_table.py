@@ -7,6 +7,7 @@ deepy support-table FILES   put each table between its two markers in these file
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -148,6 +149,9 @@ def replaced(text: str, name: str, table: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="deepy support-table", description=__doc__.partition("\n")[0])
+    parser.add_argument("files", nargs="*", help="put each table between its two markers in these. Without: print both")
+    arguments = parser.parse_args(arguments).files
     if not arguments:
         print(f"{summary()}\n\n{grid()}")
         return 0
