@@ -59,7 +59,7 @@ def live(keys: dict[str, Any], pace: float, files: Path, every: int) -> None:
         os._exit(LATE if "has not made" in str(error) else FAILED)
     end = {"weights": peer.weights, "round": peer.part.round, "stop": peer.stop_reason, "logs": peer.logs}
     leave(files / f"{keys['name']}.end", end)
-    os._exit(0)  # as a peer of a run: no thread goes on
+    os._exit(0)  # as a peer of a run: no thread continues
 
 
 class Storm:
