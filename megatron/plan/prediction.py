@@ -34,7 +34,7 @@ READ = 4 << 20  # bytes at the end of the file that are read
 TOO_LARGE = "warning: that is more than a device has: `deepy plan` shows layouts that fit"
 YEAR = 365.25 * 86400
 LONG = "warning: longer than a year. Use more devices, fewer steps or a smaller model"
-CLOSE = "      near the limit of memory: `deepy train --rehearse` counts what formulas estimate"
+CLOSE = "      near the limit: `deepy train --rehearse` counts what formulas estimate"
 
 
 @dataclass(frozen=True)

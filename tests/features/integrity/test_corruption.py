@@ -49,7 +49,8 @@ class Flip(Hook):
             return
         state = trainer.engine.state
         if self._state == "weight":
-            data = state.parameters[-1].detach().view(-1)
+            weights = [*trainer.engine.module.parameters()]  # gathered: a gather that still runs would mend the bit
+            data = weights[-1].detach().view(-1)
         else:
             held = [each for each in state.targets() if each.state == self._state]
             data = next(each.data for each in held if each.tensor_ranks == 1 and each.data.numel() > 4)
