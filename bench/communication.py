@@ -110,8 +110,8 @@ def tuned(config: Config, world: World, options: argparse.Namespace) -> int:
     """Choose algorithms, on every rank. Only rank 0 writes and prints."""
     import torch.distributed as dist
 
-    from bench.curves import put
-    from bench.tuning import draw_tuned, tune, tuned_table
+    from bench.messages.curves import put
+    from bench.messages.tuning import draw_tuned, tune, tuned_table
     from megatron.config.arithmetic.algorithm_table import OPERATIONS as TUNABLE
     from megatron.training.algorithms import hosts_of, pairs_of
 
@@ -150,8 +150,8 @@ def main() -> int:
     options = read_options(list(place.own))
     if place.world_size == 1:
         raise UserError("one rank sends nothing: start this script with ./deepy.py --ranks N, or give --hosts")
-    from bench.collectives import measure
-    from bench.curves import compared, draw, present, put, table
+    from bench.messages.collectives import measure
+    from bench.messages.curves import compared, draw, present, put, table
     from megatron.training.algorithms import memory_of_hosts
     from megatron.training.world import joined
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from bench.processor import processor
 from bench.runner import ROOT, markdown, share
-from bench.train_step import COMPILED
+from bench.step.train_step import COMPILED
 
 PAGE, KEPT = ROOT / "docs" / "benchmarks.md", ROOT / "build" / "bench"
 PACKAGES = (

@@ -1,6 +1,6 @@
 """The runner of all measurements: one parser, one form of results, one treatment of errors.
 
-A measurement is a module of this folder with a docstring, which is its help, and two functions. `options(parser)` adds
+A measurement is a module of a sub-folder with a docstring, which is its help, and two functions. `options(parser)` adds
 its options. `measure(given)` returns a `Result`, or an exit status if it has printed its results itself.
 """
 
@@ -220,14 +220,16 @@ def with_this_folder() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
-def measurements() -> dict[str, str]:
-    """Names of all measurements, with the first sentence of their help."""
+def measurements() -> dict[str, tuple[str, str]]:
+    """Names of all measurements, each with its module and the first sentence of its help."""
     found = {}
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    folder = Path(__file__).parent
+    for path in sorted([*folder.glob("*.py"), *folder.glob("*/*.py")], key=lambda path: path.stem):
         text = path.read_text(encoding="utf-8")
         about = re.match(r'"""(.+?)\.(?:"""|\s)', text, re.DOTALL)
         if "\ndef options(" in text and about is not None:
-            found[path.stem.replace("_", "-")] = " ".join(about[1].split())
+            module = ".".join(("bench", *path.relative_to(folder).with_suffix("").parts))
+            found[path.stem.replace("_", "-")] = module, " ".join(about[1].split())
     return found
 
 
@@ -252,7 +254,7 @@ def run(name: str, words: Sequence[str], prog: str | None = None) -> int:
     """Run a measurement with the words of a command line, and return the exit status."""
     from megatron.config.problems import UserError
 
-    module = importlib.import_module(f"bench.{name.replace('-', '_')}")
+    module = importlib.import_module(measurements()[name.replace("_", "-")][0])
     given = parser_of(module, prog).parse_intermixed_args([str(word) for word in words])
     try:
         result = module.measure(given)
@@ -276,5 +278,5 @@ def main(words: Sequence[str] | None = None) -> int:
     if name in known:
         return run(name, words[1:], f"deepy bench {name}")
     print("usage: python -m bench NAME [options]\n")
-    print("\n".join(f"  {each:16} {about}" for each, about in known.items()))
+    print("\n".join(f"  {each:16} {about}" for each, (_, about) in known.items()))
     return 0 if name in ("-h", "--help") else 2

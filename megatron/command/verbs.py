@@ -107,7 +107,8 @@ def _runs() -> list[Verb]:
 def _tools() -> list[Verb]:
     tools, bench = root() / "tools", root() / "bench"
     found = [_tool(path, path.relative_to(tools).parts) for path in sorted(tools.glob("*.py"))]
-    found += [_tool(path, ("bench", path.name)) for path in sorted(bench.glob("[!_]*.py"))]
+    measured = sorted([*bench.glob("[!_]*.py"), *bench.glob("*/*.py")], key=lambda path: path.name)
+    found += [_tool(path, ("bench", path.name)) for path in measured]
     found += [_tool(path, path.relative_to(tools).parts) for path in sorted(tools.glob("*/*.py"))]
     return [verb for verb in found if verb is not None]
 
@@ -118,7 +119,8 @@ def _tool(path: Path, parts: Sequence[str]) -> Verb | None:
     words = tuple(part.removesuffix(".py").replace("_", "-") for part in parts)
     about = _SENTENCE.match(text)
     if words[0] == "bench" and about is not None and "\ndef options(" in text:
-        return Verb(words, _lowered(" ".join(about[1].split())), script=path.with_name("__main__.py"), before=words[1:])
+        runner = root() / "bench" / "__main__.py"
+        return Verb(words, _lowered(" ".join(about[1].split())), script=runner, before=words[1:])
     runs = 'if __name__ == "__main__":' in text and re.search(r"\b(sys\.exit|leave_process)\(", text)
     if not runs or about is None or (installed() and words[0] in REPOSITORY):
         return None

@@ -72,7 +72,9 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
         help="report what --ranks ranks would take: run one of each kind on tensors without values, without starting",
     )
     made.add_argument("--device", metavar="NAME", help="with --rehearse: a device of the ranks, such as h100")
-    made.add_argument("--machine", metavar="FILE", help="with --rehearse: further devices, as bench/machine.py writes")
+    made.add_argument(
+        "--machine", metavar="FILE", help="with --rehearse: further devices, as `deepy bench machine` writes"
+    )
     made.add_argument("--rank", metavar="N,...", help="with --rehearse: the ranks to rehearse")
     made.add_argument("--json", action="store_true", help="with --rehearse: one JSON document")
     made.add_argument(

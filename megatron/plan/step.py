@@ -118,7 +118,7 @@ OPTIMIZER_BYTES = 30  # per parameter: reads weight, gradient and moments, write
 KERNELS = 12  # of a layer's forward pass, in addition to its products
 SINGLY = 2.0  # memory traffic over that of a compiled layer, by a Llama block's operations. Not measured on a GPU
 # Work of DeepSpeed's Python for each tensor of parameters, in launches: of a step and of a micro-batch. In the latter
-# ZeRO 3 gathers, releases and reduces every tensor. Measured with the models of bench/plan_choice.py, in processor
+# ZeRO 3 gathers, releases and reduces every tensor. Measured with the models of bench/plan/plan_choice.py, in processor
 # time. It takes a CPU's time. On a GPU it runs next to the kernels, and counts if it takes longer (`_host`).
 HOOKS = {0: (0, 0), 1: (6, 0), 2: (0, 5), 3: (0, 50)}
 

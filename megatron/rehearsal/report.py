@@ -1,8 +1,8 @@
 """Report of a rehearsal: bytes by purpose, FLOPs and messages of a step, and its time on a CPU.
 
 If the device also runs Python, the number of operations and messages determines the time of small steps. Formulas of
-FLOPs and bytes explain a tenth of a step in small models. A rehearsal counts both exactly. `bench/machine.py` measures
-the cost of each, by runs whose counts differ.
+FLOPs and bytes explain a tenth of a step in small models. A rehearsal counts both exactly. `bench/plan/machine.py`
+measures the cost of each, by runs whose counts differ.
 """
 
 from __future__ import annotations

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from bench import machine, runner
-from bench.account_cost import added, ratios, way_of
-from bench.collectives import Measured, axes_of, measure, operation_of, sizes, slowest
+from bench import runner
 from bench.communication import read_options
-from bench.curves import compared, draw, foreign, present, put, table
-from bench.tuning import Tuned, draw_tuned, tune, tuned_table
+from bench.messages.account_cost import added, ratios, way_of
+from bench.messages.collectives import Measured, axes_of, measure, operation_of, sizes, slowest
+from bench.messages.curves import compared, draw, foreign, present, put, table
+from bench.messages.tuning import Tuned, draw_tuned, tune, tuned_table
+from bench.plan import machine
 from megatron.config.arithmetic.algorithm_table import OPERATIONS as TUNABLE
 from megatron.config.arithmetic.algorithm_table import candidates, read_table
 from megatron.config.problems import ConfigError, UserError

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from bench.moe import SHAPES, compared, configuration
 from bench.processor import Products
-from bench.setup import Setup
+from bench.step.moe import SHAPES, compared, configuration
+from bench.step.setup import Setup
 from megatron.model.costs.describe import totals
 from tests.paths import ROOT
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from bench.contenders import has
-from bench.crossover import KINDS, crossover, model_of, speeds
-from bench.setup import SHAPES, Setup, configuration
+from bench.step.contenders import has
+from bench.step.crossover import KINDS, crossover, model_of, speeds
+from bench.step.setup import SHAPES, Setup, configuration
 
 
 def test_crossover_is_between_the_lengths_that_enclose_it():

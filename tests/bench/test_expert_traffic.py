@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import expert_traffic, runner
+from bench import runner
+from bench.messages import expert_traffic
 from tests.workers import run
 
 TINY = ("--tokens", "24", "--hidden-size", "16", "--width", "8", "--experts", "8")

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from bench.gpu_prediction import RATES, SHAPES, configured, measure, seconds
+from bench.gpu.gpu_prediction import RATES, SHAPES, configured, measure, seconds
 from megatron.plan.devices import cluster
 from tests.paths import ROOT
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.growth import PIPELINE, STATES, TENSOR, checkpoint, groups, launcher, stored_rows, tables, tensors
+from bench.launch.growth import PIPELINE, STATES, TENSOR, checkpoint, groups, launcher, stored_rows, tables, tensors
 from megatron.checkpoint.format.index import INDEX_NAME
 from megatron.checkpoint.format.manifest import write_merged
 from megatron.checkpoint.format.rankfile import FileRecord

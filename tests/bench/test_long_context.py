@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from bench import long_context
-from bench.long_context import Row, table
 from bench.runner import run
+from bench.step import long_context
+from bench.step.long_context import Row, table
 from tests.paths import ROOT
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from bench import page
-from bench.evaluating import PEER, QUESTIONS, TOLERANCE, check_equal
+from bench.evaluation.evaluating import PEER, QUESTIONS, TOLERANCE, check_equal
 from bench.page import ROWS, TABLES, Kept, Row
 from bench.processor import Products
-from bench.runner import add_shares, compare, in_turns, markdown, parser_of, run
-from bench.setup import Setup, configuration, flops_per_token
-from bench.train_step import compared
+from bench.runner import add_shares, compare, in_turns, markdown, measurements, parser_of, run
+from bench.step.setup import Setup, configuration, flops_per_token
+from bench.step.train_step import compared
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,7 +171,8 @@ def test_the_page_has_every_table(tmp_path: Path):
 @pytest.mark.parametrize("row", {row.tool: row for row in ROWS}.values(), ids=lambda row: row.tool)
 def test_tools_take_the_arguments_of_their_rows(row: Row):
     words = row.command("wall")[4:]
-    assert parser_of(importlib.import_module(f"bench.{row.tool}")).parse_intermixed_args(words).json is True
+    module = importlib.import_module(measurements()[row.tool.replace("_", "-")][0])
+    assert parser_of(module).parse_intermixed_args(words).json is True
 
 
 @pytest.mark.slow  # each starts several processes

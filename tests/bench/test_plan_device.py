@@ -7,8 +7,8 @@ import json
 import pytest
 import yaml
 
-from bench import plan_device
-from bench.plan_device import CASES, DEFAULT, configured, markdown
+from bench.plan import plan_device
+from bench.plan.plan_device import CASES, DEFAULT, configured, markdown
 from bench.runner import run
 from megatron.plan.devices import known_devices
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from bench import rate_transfer
+from bench.learning import rate_transfer
 
 
 def test_the_base_agrees_and_wider_models_differ(tmp_path):

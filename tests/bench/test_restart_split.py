@@ -1,10 +1,10 @@
-"""bench/restart.py: the parts of a start sum to the whole."""
+"""bench/launch/restart.py: the parts of a start sum to the whole."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.restart import PARTS, split
+from bench.launch.restart import PARTS, split
 
 
 def test_parts_sum_to_the_whole() -> None:

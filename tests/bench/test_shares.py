@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench.shares import OUTSIDE, shares, table
+from bench.step.shares import OUTSIDE, shares, table
 from tests.paths import ROOT
 from tests.scripts import forked
 

@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from bench.peer_events import table as events
-from bench.slow_links import ONE, draw, table
-from bench.wire import QUEUE, Link, Paths, Wire
+from bench.links.peer_events import table as events
+from bench.links.slow_links import ONE, draw, table
+from bench.links.wire import QUEUE, Link, Paths, Wire
 
 
 def test_a_link_has_a_rate_and_a_queue():

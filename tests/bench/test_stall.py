@@ -1,4 +1,4 @@
-"""bench/stall.py: what its shares are, and that a run's saves are taken apart."""
+"""bench/checkpoint/stall.py: what its shares are, and that a run's saves are taken apart."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.checkpoint.stall import BEFORE, LOOK, MEET, PARTS, SAVE, WHOLE, summary
 from bench.runner import run
-from bench.stall import BEFORE, LOOK, MEET, PARTS, SAVE, WHOLE, summary
 from tests.paths import ROOT
 
 TINY = """

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from bench import plan_choice, plan_table
-from bench.plan_choice import COMMON, asked, key, result
+from bench.plan import plan_choice, plan_table
+from bench.plan.plan_choice import COMMON, asked, key, result
+from bench.plan.step_times import Rounds, round_of, seconds, spread
 from bench.runner import run
-from bench.step_times import Rounds, round_of, seconds, spread
 from megatron.config import resolve
 from megatron.plan.devices import known_devices
 from megatron.plan.prediction import choice_of

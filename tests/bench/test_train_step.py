@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import contenders, train_step
-from bench.contenders import CONTENDERS, has
-from bench.remote import TOLERANCE, check_equal, first_steps
 from bench.runner import Mismatch, parser_of, run
-from bench.setup import Setup, configuration
+from bench.step import contenders, train_step
+from bench.step.contenders import CONTENDERS, has
+from bench.step.remote import TOLERANCE, check_equal, first_steps
+from bench.step.setup import Setup, configuration
 
 ROOT = Path(__file__).parents[2]
 TINY = (

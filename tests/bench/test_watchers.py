@@ -1,4 +1,4 @@
-"""bench/watchers.py: which steps are watched, and what its shares are."""
+"""bench/launch/watchers.py: which steps are watched, and what its shares are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from bench.watchers import (
+from bench.launch.watchers import (
     BLOCK,
     EMPTY,
     HASHES,

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from bench import host_time, machine
+from bench.plan import host_time, machine
 from bench.runner import run
 from megatron.config import resolve
 from megatron.engine.engine import build_engine

@@ -44,7 +44,7 @@ def test_no_tool_speaks_of_the_path_when_imported(path) -> None:
 def test_importing_tools_leaves_the_path_as_it_was() -> None:
     """A few of each folder, which do not import DeepSpeed or transformers: seconds each."""
     names = [f"tools.{name}" for name in ("config", "report", "doctor", "data.where")]
-    names += ["bench.growth", "bench.shares", "bench.step_times"]
+    names += ["bench.launch.growth", "bench.step.shares", "bench.plan.step_times"]
     done = subprocess.run([sys.executable, "-c", IMPORT, *names], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -29,7 +29,8 @@ RUN = {
 ELSEWHERE = {
     "deepy train --hostfile": "tests/features/peers/test_peers_on_hosts.py",
     "deepy train run.yml peers.folder": "tests/features/peers/test_direct.py",
-    "python -m bench slow-links": "bench/slow_links.py", "python -m bench peer-events": "bench/peer_events.py",
+    "python -m bench slow-links": "bench/links/slow_links.py",
+    "python -m bench peer-events": "bench/links/peer_events.py",
     "PEER_KILLS": "tests/features/peers/test_peer_kills.py",
 }  # fmt: skip
 SERVER = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.expert_traffic import Traffic, counted, send_everything
+from bench.messages.expert_traffic import Traffic, counted, send_everything
 from megatron.config import resolve
 from megatron.kinds.moe.layer import MoE
 from megatron.model.initialisation import Initialisation

@@ -1,0 +1,31 @@
+"""Names of measurements: one file each, whatever folder it is in, and the same for both commands."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from pathlib import Path
+
+from bench.runner import ROOT, measurements, parser_of
+from megatron.command.verbs import group
+
+
+def test_no_two_files_have_one_name():
+    names = Counter(path.stem for path in (ROOT / "bench").glob("*/*.py"))
+    assert not [name for name, count in names.items() if count > 1]
+
+
+def test_both_commands_know_the_same_names():
+    """A module without `options`, such as `bench/communication.py`, is a script that `deepy bench` runs as it is."""
+    scripts = {verb.words[1] for verb in group("bench") if Path(verb.script or "").name != "__main__.py"}
+    assert {verb.words[1] for verb in group("bench")} - scripts == set(measurements())
+    assert scripts == {"communication"}
+
+
+def test_names_stay_where_files_move():
+    """Names that documentation and results have used, with and without a peer."""
+    assert {"train-step", "plan-table", "tokenize", "watchers", "slow-links", "gpu-rows", "pipelines", "page"} <= set(
+        measurements()
+    )
+    module = importlib.import_module(measurements()["growth"][0])
+    assert parser_of(module, "bench growth").prog == "bench growth"
