@@ -85,6 +85,7 @@ class BaseEngine:
         self.options = deepspeed_options(config, mesh.layout)
         self.losses = LossAccumulator.zero(device)
         self._foreseen: dict[int, tuple[StepBatch, Arriving]] = {}  # by step
+        self._left = False  # whether a step has begun that did not end
         self.use_parts(build_parts(self, {TEACHER: teacher}))
         self._assemble()
 
@@ -178,6 +179,9 @@ class BaseEngine:
         self.call_parts("start_at", step)
 
     def _begin(self, step: int, micro_batches: int, lr: float) -> None:
+        if self._left:
+            raise RuntimeError("an earlier step failed or was dropped, and left gradients: build the engine again")
+        self._left = True
         self.state.for_training()
         set_learning_rate(self.optimizer, lr)
         self.losses = LossAccumulator.zero(self.device)
@@ -288,6 +292,7 @@ class BaseEngine:
         overflow = not update.applied and self.config.precision.compute == "fp16"
         extras = [each for each in self.call_parts("after_update", update) if each]
         self.undo.end(update.applied)
+        self._left = False
         return StepResult(
             loss=self.losses.mean if self.reports else 0.0,
             tokens=self.losses.labels if self.reports else 0.0,

@@ -57,6 +57,7 @@ class PlainEngine(BaseEngine):
         self.model.train()
         scale = self._scale(batch)
         if scale is None:
+            self._left = False
             return NO_LABELS
         self.losses.scale = scale
         if self.scatters or not reduces_once(self.config, self.mesh.layout):

@@ -87,6 +87,7 @@ class PipelinedEngine(BaseEngine):
         self._begin(batch.step, batch.tokens.shape[0], lr)
         scale = self._scale(batch)
         if scale is None:
+            self._left = False
             return NO_LABELS
         self.losses.scale = scale
         feed = self._feed(batch, scale, len(self.plan.further))

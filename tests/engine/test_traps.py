@@ -390,3 +390,37 @@ def test_one_data_rank_reduces_nothing(layout):
     losses, norms = run(ranks, without_reductions, values, ranks)[0]
     expected = run(1, without_reductions, values_of("llama", zero={"stage": 0}), 1)[0]
     assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-5)
+
+
+# Steps that do not end
+
+
+def failed_and_again(values: dict[str, Any], ranks: int) -> list[str]:
+    """Errors of a step that fails in its backward pass, or is dropped by all stages, and of the step after it."""
+    config, engine = runs.start(values, ranks)
+    runs.steps(config, engine, 0, 1)
+    errors = []
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory is left")
+
+    first = next(engine.module.parameters())
+    hook = None if ranks > 1 else first.register_hook(fail)
+    batch = runs.local_batch(config, 1, engine.mesh.data.rank, engine.mesh.data.size)
+    for look in (None if hook else fail, None):
+        try:
+            engine.step(batch, 0.1, look)
+        except (MemoryError, RuntimeError) as error:
+            errors.append(str(error))
+        if hook is not None:
+            hook.remove()
+    return errors
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 1), (1, 2), (1, 3), (2, 1)])
+def test_an_engine_with_gradients_of_a_failed_step_makes_no_other(ranks, stage, precision):
+    """They would be added to those of the next step. DeepSpeed sees that at ZeRO 2 only."""
+    values = values_of("llama", parallel={"pipeline": ranks}, zero={"stage": stage}, precision={"compute": precision})
+    for errors in run(ranks, failed_and_again, values, ranks):
+        assert errors[0] == "no memory is left" and "build the engine again" in errors[1]
