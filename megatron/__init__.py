@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import extend_path
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 # NVIDIA's Megatron-Core installs `megatron/core` into a folder of its own, without an `__init__.py`. Parts of
 # `megatron` elsewhere on sys.path stay importable. Where both have a name, this package's is taken.
 __path__ = extend_path(__path__, __name__)

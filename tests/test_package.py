@@ -161,6 +161,7 @@ def test_citation_is_valid():
         "type",
         "abstract",
         "version",
+        "date-released",
         "license",
         "keywords",
     }
@@ -169,6 +170,8 @@ def test_citation_is_valid():
     assert (
         str(cited["version"]) == megatron.__version__ and cited["license"] == "Apache-2.0" and cited["title"] == "deepy"
     )
+    changes = re.findall(r"^## (\d\S*) - (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert changes[0] == (megatron.__version__, str(cited["date-released"])), "the newest release"
 
 
 # ---- NVIDIA's Megatron-Core beside it -------------------------------------------------------------------------------
