@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.config.arithmetic.machine import installed
 from megatron.engine import base as engines
-from megatron.engine.deepspeed import step_on_device
+from megatron.engine.deepspeed import scattered, step_on_device
 from megatron.testing.ranks import on_ranks
 from tests.engine.test_sums import train
 
@@ -51,7 +51,7 @@ IN_TORCH = SimpleNamespace(add=add, update=update, programs=lambda size: 2, Sums
 
 def both_ways(ranks: int) -> list[str]:
     """Names of what differs in any bit. Nothing is clipped, since the norm is added up in another order."""
-    with mock.patch.object(step_on_device, "_on_gpu", lambda optimizer: True):
+    with mock.patch.object(step_on_device, "on_gpu", lambda optimizer: True):
         with mock.patch.object(engines, "passes_of_adamw", lambda *_: None):  # the interpreter would run the kernels
             wanted = train(ranks, limit=1e3)
         with mock.patch.object(engines, "passes_of_adamw", lambda *_: IN_TORCH):
@@ -63,6 +63,34 @@ def both_ways(ranks: int) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_engine_makes_the_same_bits_in_two_passes(ranks: int):
     assert on_ranks(ranks, both_ways, ranks) == [[]] * ranks
+
+
+def few_and_single(stage: int, compute: str, reduce: str) -> tuple[list[str], int]:
+    """Names of what differs in any bit between sums in few of torch's kernels and single ones, and calls of those."""
+    calls = [0]
+
+    def counted(into: Callable[..., None]) -> Callable[..., None]:
+        def call(*tensors: Sequence[Tensor]) -> None:
+            calls[0] += len(tensors[0]) > 1
+            into(*tensors)
+
+        return call
+
+    with mock.patch.object(scattered, "on_gpu", lambda optimizer: False):
+        wanted = train(2, 1e3, stage, compute, reduce)
+    several = {name: counted(getattr(torch, name)) for name in ("_foreach_copy_", "_foreach_add_")}
+    with mock.patch.object(scattered, "on_gpu", lambda optimizer: True), mock.patch.multiple(torch, **several):
+        found = train(2, 1e3, stage, compute, reduce)
+    assert found.keys() == wanted.keys()
+    return [name for name, values in found.items() if not values.equal(wanted[name])], calls[0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute", "reduce"), [(1, "fp32", "fp32"), (2, "fp32", "fp32"), (2, "bf16", "fp32"), (2, "bf16", "bf16")]
+)
+def test_other_sums_take_few_kernels_of_torch(stage: int, compute: str, reduce: str):
+    for different, calls in on_ranks(2, few_and_single, stage, compute, reduce):
+        assert not different and calls > 4
 
 
 needs_triton = pytest.mark.skipif(not installed("triton"), reason="needs triton")

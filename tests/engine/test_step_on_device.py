@@ -43,7 +43,7 @@ def trained(on_device: bool) -> list[Steps]:
 def _as_if(on_device: bool) -> Iterator[None]:
     """Decisions on the device, in this context only: ranks are used by other tests too. A CPU has no streams."""
     with (
-        patch.object(step_on_device, "_on_gpu", lambda optimizer: on_device),
+        patch.object(step_on_device, "on_gpu", lambda optimizer: on_device),
         patch.object(step_on_device, "_order_on_device", lambda optimizer: None),
     ):
         yield

@@ -18,10 +18,12 @@ from megatron.testing.ranks import on_ranks
 SAMPLES, LENGTH, WORDS = 4, 8, 32
 
 
-def train(ranks: int, limit: float = 0.5) -> dict[str, torch.Tensor]:
+def train(
+    ranks: int, limit: float = 0.5, stage: int = 1, compute: str = "bf16", reduce: str = "fp32"
+) -> dict[str, torch.Tensor]:
     """Weights, masters and moments after four steps of two micro-batches. In the second and third one matrix has no
     gradient."""
-    config = resolve({
+    values = {
         "model": {
             "layers": "(attention/mlp) x2",
             "hidden_size": 16,
@@ -36,9 +38,11 @@ def train(ranks: int, limit: float = 0.5) -> dict[str, torch.Tensor]:
             "global_batch_size": SAMPLES,
         },
         "optimizer": {"lr": 0.1, "gradient_clipping": limit},
-        "precision": {"compute": "bf16"},
-    })
-    mesh = Mesh.single() if ranks == 1 else Mesh.build(Layout(data=ranks))
+        "precision": {"compute": compute, "reduce": reduce},
+        "zero": {"stage": stage},
+    }
+    config = resolve(values, ranks=ranks)
+    mesh = Mesh.build(Layout.of(config, ranks))
     engine = build_engine(config, mesh)
     frozen = engine.module.get_parameter(next(n for n, p in engine.module.named_parameters() if p.dim() == 2))
     generator = torch.Generator().manual_seed(3)

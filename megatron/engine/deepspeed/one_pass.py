@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from .step_on_device import is_bf16_on_gpu, skips_on_device
 
+MOST = 64  # gradients of one of torch's kernels
 KEPT = 1 << 24  # elements of gradients that wait for their kernel: a GPU's cache may still have them then
 
 
@@ -81,14 +82,16 @@ def write_weights_with_adamw(optimizer: Any, inner: Any, kernels: Any) -> None:
 
 
 class SumsInFewKernels:
-    """Adds gradients of several parameters to their fp32 sums with one kernel, and keeps the gradients until then.
+    """Adds gradients of several parameters to their sums with one kernel, and keeps the gradients until then.
 
     Args:
+        kernels: of `passes_of_adamw`, for fp32 sums that stay where they are. None for torch's.
         squares: fp32, for sums of squares. None without any.
     """
 
-    def __init__(self, kernels: Any, squares: Tensor | None = None) -> None:
+    def __init__(self, kernels: Any | None, squares: Tensor | None = None) -> None:
         self._kernels, self._squares, self._places = kernels, squares, dict[int, int]()
+        self._most = MOST if kernels is None else kernels.MOST
         self._known: dict[tuple[tuple[int, bool], ...], Any] = {}
         self._waiting: dict[int, tuple[Tensor, Tensor, bool]] = {}
         self._elements = 0
@@ -97,9 +100,9 @@ class SumsInFewKernels:
         """`total` becomes the gradient, or the sum with it, before the backward pass returns."""
         if not self._waiting:
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
-        if total.data_ptr() in self._waiting or len(self._waiting) == self._kernels.MOST:
+        if total.data_ptr() in self._waiting or len(self._waiting) == self._most:
             self.flush()
-        self._waiting[total.data_ptr()] = total, gradient.contiguous(), first
+        self._waiting[total.data_ptr()] = total, gradient.reshape(-1), first
         self._elements += total.numel()
         if self._elements >= KEPT:
             self.flush()
@@ -111,10 +114,20 @@ class SumsInFewKernels:
             chosen = {place: each for place, each in waiting.items() if each[1].dtype == dtype}
             key = tuple((place, first) for place, (*_, first) in chosen.items())
             totals, gradients, firsts = zip(*chosen.values())
+            if self._kernels is None:
+                _add_in_torch(totals, gradients, firsts)
+                continue
             if key not in self._known:
                 places = [self._places.get(place, -1) for place in chosen]
                 self._known[key] = self._kernels.Sums.of(totals, places, firsts)
             self._kernels.add(self._known[key], gradients, totals[0] if self._squares is None else self._squares)
+
+
+def _add_in_torch(totals: Sequence[Tensor], gradients: Sequence[Tensor], firsts: Sequence[bool]) -> None:
+    for begins, into in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
+        chosen = [place for place, first in enumerate(firsts) if first is begins]
+        if chosen:
+            into([totals[place] for place in chosen], [gradients[place] for place in chosen])
 
 
 class SumsWithSquares(SumsInFewKernels):

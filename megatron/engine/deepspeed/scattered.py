@@ -25,6 +25,7 @@ from megatron.parallel.transport.shared_sums import averages
 from .expert_groups import norm_of_parts
 from .gathers import LateGathers
 from .one_pass import SumsInFewKernels
+from .step_on_device import on_gpu
 from .sum_of_squares import sum_of_squares
 
 FLYING = 2  # buckets on their way, where each has memory of its own
@@ -91,7 +92,7 @@ class ScatteredGradients:
         self._engine, self._zero, self._mesh = engine, engine.optimizer, mesh
         self._each, self._wire, self._passes = each, wire, passes
         self._cut: bool = engine.zero_optimization_stage() == 2
-        self._few = None if kernels is None or self._cut else SumsInFewKernels(kernels)
+        self._few = SumsInFewKernels(None if self._cut else kernels) if on_gpu(engine.optimizer) else None
         self._arrived: dict[nn.Parameter, int] = {}
         self._spent: nn.Parameter | None = None
         self._flying: list[tuple[Bucket, Any, float, Tensor, Tensor]] = []
@@ -231,11 +232,11 @@ class ScatteredGradients:
             place.zero_()
         elif gradient.untyped_storage()._cdata != place.untyped_storage()._cdata:
             same, first = gradient.dtype == place.dtype, parameter not in bucket.seen
-            if self._few is not None and not same:
+            if self._few is not None:
                 self._few.add(place.view(-1), gradient, first)
             else:
                 place.copy_(gradient) if first else place.add_(gradient)
-            if same and not self._cut:
+            if same and not self._cut and self._few is None:
                 parameter.grad = place  # further ones are added there
             else:
                 self._spent = parameter  # hooks after this one may read it

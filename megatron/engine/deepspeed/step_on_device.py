@@ -29,7 +29,7 @@ def decide_on_device(optimizer: Any, inner: torch.optim.Optimizer) -> None:
     """
     if getattr(optimizer, "cpu_offload", False):
         _add_up_offloaded(optimizer)
-    if not (skips_on_device(inner) and _on_gpu(optimizer)):
+    if not (skips_on_device(inner) and on_gpu(optimizer)):
         return
     from deepspeed.runtime import bf16_optimizer
     from deepspeed.runtime.zero import stage3, stage_1_and_2
@@ -185,10 +185,10 @@ def is_bf16_on_gpu(optimizer: Any) -> bool:
     """Whether this is DeepSpeed's bf16 optimizer, on a GPU."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-    return isinstance(optimizer, BF16_Optimizer) and _on_gpu(optimizer)
+    return isinstance(optimizer, BF16_Optimizer) and on_gpu(optimizer)
 
 
-def _on_gpu(optimizer: Any) -> bool:
+def on_gpu(optimizer: Any) -> bool:
     """Whether masters and gradients are on a GPU, and no loss scale depends on overflows."""
     masters = [getattr(optimizer, name, ()) for name in _MASTERS]
     kept = [each for group in masters for each in group if isinstance(each, Tensor)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.kinds.common.recurrence.decays import chunk_product
 from megatron.kinds.common.recurrence.pieces import document_bounds, document_starts
+from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.kinds.common.recurrence.sequence_scan import carried_by_decay, carried_by_matrix
 from megatron.kinds.gated_delta import delta_rule
 from megatron.kinds.mamba import selective_scan, ssd
@@ -263,3 +264,15 @@ def test_bounds_of_documents_are_found_once_for_all_layers():
     assert document_bounds(starts) is bounds  # kernels know their own plans by the object
     assert document_bounds(document_starts(torch.zeros_like(documents))).tolist() == [0, 5, 10]
     assert document_bounds(starts.clone()).tolist() == bounds.tolist()
+
+
+def test_bounds_of_documents_are_not_found_again_in_a_backward_pass():
+    starts, found = document_starts(torch.tensor([[0, 0, 1]])), []
+
+    def scan(x: Tensor, starts: Tensor) -> Tensor:
+        found.append(document_bounds(starts))
+        return x.square()
+
+    x = torch.ones(3, requires_grad=True)
+    recomputed(scan, x, starts).sum().backward()
+    assert len(found) == 2 and found[0] is found[1]

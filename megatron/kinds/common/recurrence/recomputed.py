@@ -29,9 +29,10 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _gradients(
-    function: Callable, needed: list[bool], saved: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]
+    function: Callable, needed: list[bool], saved: tuple[Any, ...], gradients: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    inputs = [each if each is None else each.detach().requires_grad_(wanted) for each, wanted in zip(saved, needed)]
+    # Others are the same objects, by which kernels know their plans.
+    inputs = [each.detach().requires_grad_() if need else each for each, need in zip(saved, needed)]
     with torch.enable_grad():
         outputs = function(*inputs)
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
