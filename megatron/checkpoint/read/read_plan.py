@@ -62,6 +62,15 @@ def plan(index: Index, wanted: FragmentSpec, state: str | None = None) -> list[R
 
 def _reads(vocabulary: Vocabulary, run: Run, wanted: FragmentSpec, state: str) -> Iterator[Read]:
     stored, ranks = run.tensor, run.ranks
+    if stored.shard == wanted.tensor.shard and ranks == (1 if stored.shard is None else wanted.tensor_ranks):
+        # The same cut: ranges of one flattened shard, in a third of the time that rectangles need
+        for row in run.between(wanted.tensor_rank % ranks, wanted.start, wanted.stop):
+            there = spec_of(row, vocabulary)
+            low, high = max(there.start, wanted.start), min(there.stop, wanted.stop)
+            if low < high:
+                piece = Piece(1, high - low, low - there.start, high - low, low - wanted.start, high - low)
+                yield Read(int(row["file"]), int(row["offset"]), DTYPES[DTYPE_ORDER[row["dtype"]]], piece)
+        return
     width = common_width(stored, wanted.tensor)
     target = rectangles(wanted, width)
     for rank in range(ranks):
@@ -112,23 +121,17 @@ class Files:
         Raises:
             CheckpointError: the file is missing, has another size, or cannot be read.
         """
-        path = self.root / self._record(number).path
         try:
             count = read_fully(self._handle(number), buffer, offset)
+            problem = f"truncated: {len(buffer)} bytes at {offset} were asked for, {count} are there"
         except OSError as error:
-            raise CheckpointError(path, f"cannot be read: {error}") from error
+            count, problem = -1, f"cannot be read: {error}"
         if count != len(buffer):
-            raise CheckpointError(path, f"truncated: {len(buffer)} bytes at {offset} were asked for, {count} are there")
+            raise CheckpointError(self.root / self._record(number).path, problem)
 
     def close(self) -> None:
         while self._handles:
             os.close(self._handles.popitem()[1])
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _record(self, number: int) -> FileRecord:
         if not 0 <= number < len(self.records):

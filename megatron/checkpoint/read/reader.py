@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from ..format.rankfile import FileRecord, read_table
 from ..format.table import Vocabulary, spec_of
 from .read_plan import Files, execute, plan
 
-VERIFY_CHUNK = 4 << 20  # bytes, per thread
+VERIFY_CHUNK = 1 << 20  # bytes, per thread. Hashed while in the cache of a core
 STAND_INS = {MASTER: WEIGHT, WEIGHT: MASTER}  # each can be computed from the other
 IMPLIED = {TRAINED: MASTER}  # reading the key makes reading the value unnecessary
 
@@ -234,7 +235,7 @@ class Checkpoint:
         if source is None:
             raise CheckpointError(self.path, self._misfit(spec))
         fragment = Fragment.empty(spec, dtype or self.stored[spec.tensor.name, source])
-        with Files(self.path, self.records) as files:
+        with closing(Files(self.path, self.records)) as files:
             execute(plan(self.index, spec, source), files, fragment.data)
         return fragment
 
@@ -284,7 +285,7 @@ class Checkpoint:
 
     def _fill(self, targets: list[Fragment]) -> list[str]:
         """Fill some targets. Returns problems, since other ranks must receive them."""
-        with Files(self.path, self.records) as files:
+        with closing(Files(self.path, self.records)) as files:
             try:
                 for target in targets:
                     spec = target.spec
