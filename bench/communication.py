@@ -1,20 +1,19 @@
-#!/usr/bin/env python
 """Measure collectives on this machine, in the process groups of a run.
 
 Groups of each axis are measured one by one, and all of them at once.
 
     ./deepy.py --ranks 4 bench/communication.py a.yml parallel.tensor=2 --output machine.yml [--picture FILE.png]
     ./deepy.py --hostfile hosts bench/communication.py a.yml --most 1G --output machine.yml
-    python bench/communication.py a.yml --hosts a:4,b:4 --output machine.yml        the same in one command
+    python -m bench communication a.yml --hosts a:4,b:4 --output machine.yml        the same in one command
     ./deepy.py --hostfile hosts bench/communication.py a.yml --tune --output machine.yml [--backends ucc]
 
-Every operation, in sizes from --least to --most, after a warm-up, with what the run would use: gloo on CPUs, NCCL or
-RCCL on GPUs. A group's time is the mean over its ranks. Of groups that work at the same time the slowest is kept. Sizes
-and bandwidths are defined as in nccl-tests. `--compare OPERATION=FILE` adds the output of nccl-tests or of the OSU
-micro-benchmarks. machine.yml is read by `tools/plan.py --machine` and `tools/communication.py --machine`.
+Each operation is measured in sizes from --least to --most, after a warm-up, with the run's own backend: gloo on CPUs,
+NCCL or RCCL on GPUs. A group's time is the mean over its ranks. Of groups that work at the same time the slowest is
+kept. Sizes and bandwidths are defined as in nccl-tests. `--compare OPERATION=FILE` adds the output of nccl-tests or of
+the OSU micro-benchmarks. `deepy plan --machine` and `deepy communication --machine` read machine.yml.
 
 `--tune` measures groups over several hosts instead: the backend's own algorithm and algorithms in two levels, in turns.
-It writes which one to use from which size on. `parallel.communication.table: machine.yml` uses that.
+It writes the fastest one for each range of sizes. `parallel.communication.table: machine.yml` uses that table.
 """
 
 from __future__ import annotations
@@ -28,9 +27,11 @@ if __name__ == "__main__":
 import argparse  # noqa: E402
 import json  # noqa: E402
 import tempfile  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
+from bench.runner import parser_of  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
 from megatron.parallel.messages.curve import OPERATIONS  # noqa: E402
 from megatron.worker.job import (  # noqa: E402
@@ -54,37 +55,60 @@ def size_of(word: str) -> int:
     return int(number) * UNITS[unit]
 
 
-def read_options(words: list[str]) -> argparse.Namespace:
-    """The script's own options."""
-    parser = argparse.ArgumentParser(
-        prog="bench/communication.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hosts", help="start deepy.py on these hosts, such as a:4,b:4 (or on this one: :4)")
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sources", nargs="*", metavar="a.yml", help="files and overrides of the run")
+    parser.add_argument("--hosts", help="start the ranks on these hosts, such as a:4,b:4 (or on this one: :4)")
     parser.add_argument("--least", type=size_of, default=2**10, help="first size (default 1K)")
     parser.add_argument(
         "--most", type=size_of, default=2**24, help="last size (default 16M). Each is 4 times the one before"
     )
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each point, about (default 0.5)")
-    parser.add_argument("--operations", default=",".join(OPERATIONS), help=f"of {', '.join(OPERATIONS)}")
-    parser.add_argument("--output", default="machine.yml", help="where the curves go (default machine.yml)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="approximate time for each point (default 0.5)")
+    parser.add_argument(
+        "--operations", default=",".join(OPERATIONS), help=f"some of {','.join(OPERATIONS)} (default: all)"
+    )
+    parser.add_argument("--output", default="machine.yml", help="file of the curves (default machine.yml)")
     parser.add_argument("--picture", help="draw bus bandwidths into this PNG file")
-    parser.add_argument("--compare", action="append", default=[], metavar="OPERATION=FILE", help="of nccl-tests or OSU")
+    parser.add_argument(
+        "--compare",
+        action="append",
+        default=[],
+        metavar="OPERATION=FILE",
+        help="output of nccl-tests or OSU to compare",
+    )
     parser.add_argument("--tune", action="store_true", help="measure algorithms against each other, and choose")
     parser.add_argument("--backends", default="", help="with --tune: further backends of torch to try, such as ucc")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    options = parser.parse_args(words)
-    options.operations = options.operations.split(",")
-    options.backends = [each for each in options.backends.split(",") if each]
-    if options.backends and not options.tune:
+
+
+def read_options(words: Sequence[str]) -> argparse.Namespace:
+    """The options that follow the configuration, checked."""
+    parser = parser_of(sys.modules[__name__], "deepy bench communication")
+    given = parser.parse_intermixed_args(words)
+    given.operations = given.operations.split(",")
+    given.backends = [each for each in given.backends.split(",") if each]
+    if given.backends and not given.tune:
         parser.error("--backends must go with --tune")
-    if wrong := [each for each in options.operations if each not in OPERATIONS]:
+    if wrong := [each for each in given.operations if each not in OPERATIONS]:
         parser.error(f"--operations must be of {', '.join(OPERATIONS)}, not {', '.join(wrong)}")
-    if options.least > options.most or not 0 < options.seconds <= 600:
+    if given.least > given.most or not 0 < given.seconds <= 600:
         parser.error("--least must not be above --most, and --seconds must be above 0 and at most 600")
-    return options
+    return given
 
 
-def started(arguments: list[str], hosts: str) -> int:
+def measure(given: argparse.Namespace) -> int:
+    """Start the ranks, which run this file as a script. It is the command without the launcher.
+
+    Raises:
+        UserError: there are no hosts.
+    """
+    hosts = read_options(given.words).hosts
+    if not hosts:
+        raise UserError(
+            "--hosts must name the hosts and their ranks, such as --hosts a:4,b:4 (on this host: --hosts :4)"
+        )
+    return started(given.words, hosts)
+
+
+def started(arguments: Sequence[str], hosts: str) -> int:
     """Start this script with deepy.py on hosts, and return its exit status."""
     from megatron.launch.command_line import main as launch
 
@@ -94,10 +118,10 @@ def started(arguments: list[str], hosts: str) -> int:
         if not slots.isdigit() or not int(slots) or not all(part.isalnum() or part in "-._" for part in name):
             raise UserError(f"--hosts must be names with numbers of ranks, such as a:4,b:4, not {each!r}")
         lines.append((name, slots))
-    at = arguments.index("--hosts") if "--hosts" in arguments else None
     words = [word for word in arguments if not word.startswith("--hosts=")]
-    if at is not None:
-        words = arguments[:at] + arguments[at + 2 :]
+    if "--hosts" in words:
+        at = words.index("--hosts")
+        del words[at : at + 2]
     if [name for name, _ in lines] == [""]:
         return launch(["--ranks", lines[0][1], __file__, *words])
     with tempfile.TemporaryDirectory() as folder:
@@ -143,13 +167,12 @@ def tuned(config: Config, world: World, options: argparse.Namespace) -> int:
 def main() -> int:
     """Measure, on every rank. Only rank 0 writes and prints."""
     words = sys.argv[1:]
-    if "JOB_CONFIG" not in os.environ and any(word.split("=")[0] == "--hosts" for word in words):
-        own = words[next(at for at, word in enumerate(words) if word.startswith("-")) :]
-        return started(words, read_options(own).hosts)
+    if "JOB_CONFIG" not in os.environ and (hosts := read_options(words).hosts):
+        return started(words, hosts)
     config, place = read_job(check_inputs=False)
     options = read_options(list(place.own))
     if place.world_size == 1:
-        raise UserError("one rank sends nothing: start this script with ./deepy.py --ranks N, or give --hosts")
+        raise UserError("one rank sends nothing: give --hosts, or start this file with ./deepy.py --ranks N")
     from bench.messages.collectives import measure
     from bench.messages.curves import compared, draw, present, put, table
     from megatron.training.algorithms import memory_of_hosts

@@ -256,6 +256,7 @@ def run(name: str, words: Sequence[str], prog: str | None = None) -> int:
 
     module = importlib.import_module(measurements()[name.replace("_", "-")][0])
     given = parser_of(module, prog).parse_intermixed_args([str(word) for word in words])
+    given.words = [str(word) for word in words]  # for a measurement that other processes start again
     try:
         result = module.measure(given)
     except (Mismatch, RuntimeError) as error:

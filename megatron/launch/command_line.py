@@ -189,7 +189,7 @@ def _rehearse(options: argparse.Namespace) -> int:
         raise ArgumentError(f"--rehearse runs the program itself, and {sys.executable} has no torch: use one that has")
     taken = script_arguments(options.words[0], options.words[1:])
     if Path(options.words[0]).name != "train.py":
-        raise ArgumentError(f"--rehearse knows train.py, not {options.words[0]}")
+        raise ArgumentError(f"--rehearse must be of train.py, not of {options.words[0]}")
     if not re.fullmatch("0*[1-9][0-9]{0,6}", options.ranks or ""):
         raise ArgumentError("--rehearse needs the number of ranks of the whole run, below ten million: --ranks N")
     named = {"--ranks": options.ranks, "--device": options.device, "--machine": options.machine, "--rank": options.rank}

@@ -21,7 +21,7 @@ KEYS = {
     "master-port": ("PORT", "launch.master_port: port of rank 0"),
     "interface": ("NAME", "launch.interface: network interface for collectives"),
     "restarts": ("N", "launch.restarts: starts after failures"),
-    "console": ("WHO", "launch.console: first (rank 0 speaks) or all"),
+    "console": ("WHO", "launch.console: first (only rank 0 prints) or all"),
 }
 # Names of options in other launchers.
 ELSEWHERE = dict.fromkeys(
@@ -57,7 +57,7 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
         prog=f"deepy {verb}" if verb else "deepy.py",
         usage=f"deepy {verb} [options] a.yml b.yml ... key.path=value ..." if verb else USAGE,
         allow_abbrev=False,
-        description="Start a script on all ranks of the run, here or on many hosts.",
+        description=f"Start {verb or 'a script'} on all ranks of the run, here or on many hosts.",
         epilog="Exit status: 0 only if all went well, 2 for mistakes in the configuration, 128 + n after signal n, 255 "
         "if a host was lost. Otherwise it is the status of the rank that failed first.",
     )
@@ -66,17 +66,17 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
     made.add_argument(
         "--dry-run", action="store_true", help="check everything and print each host's command, without starting"
     )
-    made.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="report what --ranks ranks would take: run one of each kind on tensors without values, without starting",
-    )
-    made.add_argument("--device", metavar="NAME", help="with --rehearse: a device of the ranks, such as h100")
-    made.add_argument(
-        "--machine", metavar="FILE", help="with --rehearse: further devices, as `deepy bench machine` writes"
-    )
-    made.add_argument("--rank", metavar="N,...", help="with --rehearse: the ranks to rehearse")
-    made.add_argument("--json", action="store_true", help="with --rehearse: one JSON document")
+    rehearsal = {
+        "--rehearse": "report the needs of --ranks ranks: run one of each kind on tensors without values, no start",
+        "--device": "with --rehearse: a device of the ranks, such as h100",
+        "--machine": "with --rehearse: further devices, as `deepy bench machine` writes",
+        "--rank": "with --rehearse: the ranks to rehearse",
+        "--json": "with --rehearse: one JSON document",
+    }
+    metavars = {"--device": "NAME", "--machine": "FILE", "--rank": "N,..."}
+    for name, meaning in rehearsal.items():  # only train.py can be rehearsed
+        form = {"metavar": metavars[name]} if name in metavars else {"action": "store_true"}
+        made.add_argument(name, help=meaning if verb in (None, "train") else argparse.SUPPRESS, **form)
     made.add_argument(
         "--sbatch", action="store_true", help="write a Slurm job script from launch.batch and print its path"
     )

@@ -89,7 +89,7 @@ def _answer_without_files(given: Sequence[str]) -> None:
         raise ArgumentError(f"no configuration file: {usage}")
     if given in (["-h"], ["--help"]):
         if not show_own_help(name):
-            print(usage)
+            print("\n\n".join(filter(None, (usage, (sys.modules["__main__"].__doc__ or "").strip()))))
         raise SystemExit(0)
 
 

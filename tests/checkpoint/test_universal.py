@@ -10,7 +10,6 @@ import resource
 import signal
 import sys
 from contextlib import redirect_stderr
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 
@@ -18,42 +17,13 @@ import pytest
 import torch
 
 from megatron.checkpoint import CheckpointError, Meta, open_checkpoint, save
-from megatron.checkpoint.format.fragment import FragmentSpec
-from megatron.checkpoint.hf.importer import logical_tensors
 from megatron.config import load, read_resolved, to_yaml
 from megatron.testing.ranks import PATIENCE
 from tests.checkpoint.brute import local_shard
+from tests.checkpoint.exchange_with_deepspeed import TINY, tool, values_of
 from tests.checkpoint.model import Model, fragments
 from tests.paths import ROOT
 from tests.workers import run as on_ranks
-
-TINY = """
-model: {layers: "(attention/mlp) x2", hidden_size: 32, vocab_size: 64, attention: {heads: 4, kv_heads: 2},
-        mlp: {gated: true, bias: true}}
-training: {steps: 3, sequence_length: 16, micro_batch_size: 2, global_batch_size: 4}
-optimizer: {lr: 1e-2}
-data: {synthetic: copy}
-tokenizer: {type: none}
-launch: {device: cpu}
-zero: {stage: 1}
-"""
-
-
-def tool(name: str):
-    spec = spec_from_file_location(f"universal_{name}", ROOT / "tools" / "checkpoint" / f"{name}.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def values_of(path: Path) -> dict[tuple[str, str], torch.Tensor]:
-    checkpoint = open_checkpoint(path, verify="checksums")
-    return {
-        (name, state): checkpoint.read(FragmentSpec.whole(checkpoint.tensors[name], state)).data.view(
-            checkpoint.tensors[name].shape
-        )
-        for name, state in checkpoint.stored
-    }
 
 
 def native(folder: str, config_file: str, ranks: int) -> tuple[dict[str, str], list[tuple]]:
@@ -406,111 +376,3 @@ def test_what_does_not_fit_is_named(tmp_path: Path, capsys) -> None:
         Universal(folder.parent).read("other", "master")
     (folder / "other" / "fp32.pt").unlink(), (folder / "final_norm.weight" / "fp32.pt").unlink()
     assert "ds_to_universal" in complaint()
-
-
-def plain_program(folder: str, config_file: str, stage: int) -> tuple[dict[str, str], dict]:
-    """A hand-written loop over `deepspeed.initialize`, as users have it: no word of universal checkpoints, a
-    buffer, and in its optimizer one group of all parameters.
-
-    Returns:
-        Our names and the program's, and the values of each parameter and its states, gathered by DeepSpeed.
-    """
-    import deepspeed
-    import torch.distributed as dist
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    from megatron.config import load
-    from megatron.engine.deepspeed.process import prepare_deepspeed
-    from megatron.model.stack import build_model
-
-    class Program(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = build_model(load([config_file], ["zero.stage=0"], ranks=1).config)
-            self.register_buffer("table", torch.arange(7.0))
-
-        def forward(self, tokens, labels, weights):
-            return self.net(tokens, labels, weights)[0]
-
-    prepare_deepspeed(torch.device("cpu"))
-    model = Program()
-    logical = {parameter.logical.name: name for name, parameter in model.named_parameters()}
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "gradient_clipping": 1.0,
-        "zero_allow_untested_optimizer": True,
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    for step in range(3):
-        draw = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        tokens = torch.randint(64, (2, 17), generator=draw)
-        loss = engine(tokens[:, :-1], tokens[:, 1:], torch.full((2, 16), 1 / 32))
-        engine.backward(loss)
-        engine.step()
-    engine.save_checkpoint(folder, tag="plain")
-    found = {}
-    for name, parameter in engine.module.named_parameters():
-        if stage == 0:
-            moments = optimizer.state[parameter]
-            states = [parameter.detach(), moments["exp_avg"], moments["exp_avg_sq"]]
-        else:
-            states = [safe_get_full_fp32_param(parameter)]
-            states += [safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")]
-        for state, values in zip(("master", "exp_avg", "exp_avg_sq"), states, strict=True):
-            found[name, state] = values.float().numpy().copy()
-    dist.barrier()
-    return logical, found
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_plain_program_of_deepspeed_continues_here(tmp_path: Path, stage: int, capsys) -> None:
-    """Weights and both moments equal those that DeepSpeed itself gathers, and the updates are counted."""
-    (tmp_path / "tiny.yml").write_text(TINY)
-    names, wanted = on_ranks(2, plain_program, str(tmp_path), str(tmp_path / "tiny.yml"), stage)[0]
-    (tmp_path / "names.yml").write_text(json.dumps(names))
-    words = [str(tmp_path / "plain"), str(tmp_path / "ours"), "--config", str(tmp_path / "tiny.yml")]
-    words += ["--names", str(tmp_path / "names.yml"), "--trust"]
-    assert tool("from_deepspeed").main(words) == 0, capsys.readouterr().err
-    ours = values_of(tmp_path / "ours")
-    assert {(names[name], state) for name, state in ours} == set(wanted)
-    for (name, state), values in ours.items():
-        assert values.flatten().equal(torch.from_numpy(wanted[names[name], state]).flatten()), (name, state)
-    meta = open_checkpoint(tmp_path / "ours").meta
-    assert (meta.step, meta.optimizer, meta.resumable) == (3, {"step": 3.0}, True)
-
-
-def test_without_zero_moments_have_no_names_and_are_never_guessed(tmp_path: Path, capsys) -> None:
-    """Two groups of an optimizer, as Accelerate and Trainer make them: their order is not the module's. The weights are
-    taken, and no run can resume from them. A tied weight counts once."""
-    (tmp_path / "tiny.yml").write_text(TINY)
-    shapes = {name: tensor.shape for name, tensor in logical_tensors(load([tmp_path / "tiny.yml"], ranks=1)).items()}
-    module = {name: torch.randn(shape) for name, shape in shapes.items()}
-    numbers = list(range(len(module)))
-    state = {
-        number: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(shape), "exp_avg_sq": torch.zeros(shape)}
-        for number, shape in enumerate(shapes.values())
-    }
-    for case, groups in (("one", [numbers]), ("two", [numbers[::2], numbers[1::2]]), ("fewer", [numbers[:-1]])):
-        (tmp_path / case).mkdir()
-        content = {
-            "module": {**module, "tied.copy": module["head.weight"]},
-            "optimizer": {"state": state, "param_groups": [{"params": each} for each in groups]},
-            "buffer_names": [],
-            "global_steps": 4,
-            "skipped_steps": 1,
-        }
-        torch.save(content, tmp_path / case / "mp_rank_00_model_states.pt")
-        words = [str(tmp_path / case), str(tmp_path / f"{case}-ours"), "--config", str(tmp_path / "tiny.yml")]
-        assert tool("from_deepspeed").main(words) == 0, capsys.readouterr().err
-        ours, meta = values_of(tmp_path / f"{case}-ours"), open_checkpoint(tmp_path / f"{case}-ours").meta
-        assert all(ours[name, "master"].equal(values) for name, values in module.items())
-        assert meta.resumable == (case == "one") and meta.step == 3
-        assert len(ours) == len(module) * (3 if case == "one" else 1)
-    state[0]["../../../outside"] = torch.zeros(shapes["embedding.tokens.weight"])
-    (tmp_path / "hostile").mkdir()
-    content["optimizer"] = {"state": state, "param_groups": [{"params": numbers}]}
-    torch.save(content, tmp_path / "hostile" / "mp_rank_00_model_states.pt")
-    assert tool("from_deepspeed").main([str(tmp_path / "hostile"), str(tmp_path / "no"), *words[2:]]) == 2
-    assert "outside" in capsys.readouterr().err and not list(tmp_path.rglob("outside*"))

@@ -79,6 +79,9 @@ def test_help_names_every_verb_and_shows_each_ones_options():
     shown = deepy("train", "--help")
     assert shown.stdout.startswith("usage: deepy train [options] a.yml") and "--hostfile" in shown.stdout
     assert "to-native" in deepy("checkpoint", "--help").stdout
+    assert "only the same number of ranks can read them" in deepy("checkpoint", "to-native", "--help").stdout
+    measuring = deepy("bench", "communication", "--help").stdout
+    assert "--hosts" in measuring and "in the process groups of a run" in measuring
 
 
 @pytest.mark.tour

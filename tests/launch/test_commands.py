@@ -17,7 +17,7 @@ from megatron.config.registry import INSIDE, RUNNER, registry_of
 from megatron.config.sections.layout import LaunchSection
 from megatron.launch.command_line import main, overrides_of
 from megatron.launch.job.job_plan import make_plan, restarted
-from megatron.launch.options import parser
+from megatron.launch.options import REHEARSAL, parser
 from megatron.launch.runner import runner_of
 from megatron.launch.runners import torchrun
 from megatron.launch.wire.specification import Host, Specification, seat_in
@@ -208,6 +208,7 @@ def test_the_same_command_for_every_job(runner):
 def place(tmp_path, monkeypatch):
     (tmp_path / "a.yml").write_text(CONFIG)
     (tmp_path / "train.py").write_text("")
+    (tmp_path / "other.py").write_text("")
     (tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -237,6 +238,15 @@ def test_options_stand_for_keys():
 
 
 @pytest.mark.parametrize(
+    ("script", "shown"),
+    [(None, True), ("train.py", True), ("align.py", False), ("evaluate.py", False), ("extract.py", False)],
+)
+def test_only_the_help_of_training_shows_rehearsals(script, shown):
+    text = parser(script).format_help()
+    assert all((f"{name} " in text) == shown for name in ("--rehearse", *REHEARSAL))
+
+
+@pytest.mark.parametrize(
     ("words", "part"),
     [
         ([], "no script"),
@@ -259,6 +269,7 @@ def test_options_stand_for_keys():
         (["--logs", "runs/x", "train.py", "a.yml"], "remove train.py a.yml"),
         (["--status", "", "train.py", "a.yml"], "remove train.py a.yml"),
         (["--rehearse", "--ranks", 5000 * "9", "train.py", "a.yml"], "below ten million"),
+        (["--rehearse", "--ranks", "2", "other.py", "a.yml"], "--rehearse must be of train.py, not of other.py"),
         (["--ranks", "0", "train.py", "a.yml"], "launch.ranks"),
         (["--ranks", "-1", "train.py", "a.yml"], "launch.ranks"),
         (["--ranks", "", "train.py", "a.yml"], "launch.ranks"),

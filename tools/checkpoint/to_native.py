@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 """Export a checkpoint to DeepSpeed's native format, as its engine saves it.
 
-The number of ranks is that of the files.
+    deepy checkpoint to-native run.yml checkpoint.resume=CHECKPOINT                             for one rank
+    ./deepy.py --ranks 4 tools/checkpoint/to_native.py run.yml checkpoint.resume=CHECKPOINT     for four
 
-./deepy.py --ranks 4 tools/checkpoint/to_native.py run.yml checkpoint.resume=CHECKPOINT    into <run.dir>/deepspeed
-
-The layout is data parallel with any ZeRO stage from 1: native files hold what a rank has, without saying how tensor
-parallel ranks or stages cut the model. For those there is the universal format (to_deepspeed.py).
+The files are in the folder `deepspeed` of the run, and only the same number of ranks can read them. The layout must be
+data parallel, with a ZeRO stage from 1. Native files have the tensors of a rank, and no record of how tensor parallel
+ranks or stages cut the model. `deepy checkpoint to-deepspeed` writes universal files, for every layout.
 """
 
 from __future__ import annotations
