@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -28,10 +29,12 @@ FILES = {module_name(path): path for path in sorted((ROOT / PACKAGE).rglob("*.py
 
 def executed(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes below `node`, without those that only a type checker reads."""
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
-            yield child
-            yield from executed(child)
+    below = [node]
+    while below:
+        for child in ast.iter_child_nodes(below.pop()):
+            if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+                yield child
+                below.append(child)
 
 
 def imported(name: str, files: dict[str, Path]) -> set[str]:
@@ -48,7 +51,10 @@ def imported(name: str, files: dict[str, Path]) -> set[str]:
     return (found & files.keys()) - {name}
 
 
-IMPORTS = {name: imported(name, FILES) for name in FILES}
+@cache
+def imports() -> dict[str, set[str]]:
+    """Of each module those that it imports."""
+    return {name: imported(name, FILES) for name in FILES}
 
 
 def room_of(module: str) -> str | None:
@@ -71,7 +77,7 @@ def test_rooms_import_only_rooms_above_them():
     order = {None: -1, **{room: place for place, room in enumerate(rooms())}}
     wrong = [
         f"{name} imports {other}"
-        for name, others in IMPORTS.items()
+        for name, others in imports().items()
         for other in others
         if order[room_of(other)] > order[room_of(name)]
     ]
@@ -80,7 +86,7 @@ def test_rooms_import_only_rooms_above_them():
 
 def test_no_circles_between_files():
     try:
-        tuple(TopologicalSorter(IMPORTS).static_order())
+        tuple(TopologicalSorter(imports()).static_order())
     except CycleError as error:
         raise AssertionError("imports go in a circle: " + " <- ".join(error.args[1])) from None
 
@@ -93,7 +99,7 @@ def sub_room_of(module: str) -> str:
 
 def test_sub_rooms_import_each_other_in_no_circle():
     graph: dict[str, set[str]] = {}
-    for name, others in IMPORTS.items():
+    for name, others in imports().items():
         inside = {sub_room_of(other) for other in others if FILES[other].name != "__init__.py"}
         graph.setdefault(sub_room_of(name), set()).update(inside - {sub_room_of(name)})
     try:
@@ -158,7 +164,7 @@ def speaks_of_kinds(name: str) -> list[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in kinds
     ]
     rooms = (f"{PACKAGE}.kinds.", f"{PACKAGE}.kinds.common.")
-    taken = [f"{name} imports {other}" for other in IMPORTS[name] if other.startswith(rooms[0])]
+    taken = [f"{name} imports {other}" for other in imports()[name] if other.startswith(rooms[0])]
     return told + [each for each in taken if rooms[1] not in each]
 
 
