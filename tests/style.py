@@ -6,7 +6,7 @@ python -m tests.style --tighten       lower the budget (tests/style.json) to the
 python -m tests.style --folder DIR    the table for another project's README, docs and Python files
 
 Areas: one per page of documentation; for Python, docstrings, comments and messages (all other strings of three or
-more words, which includes help and error texts), once each for the package, bench and tools.
+more words, which includes help and error texts), once each for the package, bench, tools and examples.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def measure() -> dict[str, Area]:
     for page in pages():
         name = str(page.relative_to(ROOT))
         markdown(areas["docs/configuration.md" if name.startswith("docs/configuration/") else name], page)
-    for name in ("megatron", "bench", "tools"):
+    for name in ("megatron", "bench", "tools", "examples"):
         for path in sorted((ROOT / name).rglob("*.py")):
             python(areas, name, path)
     return dict(areas)

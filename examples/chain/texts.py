@@ -1,8 +1,8 @@
 """Texts of every stage of chain.yml: `python examples/chain/texts.py FOLDER [PROBLEMS]`.
 
-All are sums of numbers with one or two digits. Some have a question mark in place of the answer: three of ten sums of
-the pretraining, and three of five of the chats and of the preferred answers, since no answer is better than a wrong
-one. No file but held_out.jsonl has a problem that evaluations ask.
+All are sums of numbers with one or two digits. Some have a question mark in place of the answer, since no answer is
+better than a wrong one. They are three of ten sums of the pretraining, and three of five chats and preferred answers.
+No file but held_out.jsonl has a problem that evaluations ask.
 """
 
 import json

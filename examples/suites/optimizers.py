@@ -18,7 +18,7 @@ Points = dict[float, dict[str, Any]]  # rate -> mean, deviation and number of ru
 
 
 def read(files: list[str]) -> dict[tuple[str, str], Points]:
-    """The losses by (stack, optimizer). Those of later files, with more seeds, take the place of earlier ones."""
+    """The losses by (stack, optimizer). Results of later files, with more seeds, replace earlier ones."""
     found: dict[tuple[str, str], Points] = defaultdict(dict)
     for file in files:
         with open(file, encoding="utf-8") as text:

@@ -32,7 +32,9 @@ def test_the_header_of_the_network_passes(tmp_path):
 )
 def test_sizes_that_are_no_whole_numbers_are_refused(shape, tmp_path):
     file = written(tmp_path, header(**{"network.input.weight": shape}))
-    with pytest.raises(ValueError, match=r"must be a safetensors file; the header of a\.safetensors cannot be read"):
+    with pytest.raises(
+        ValueError, match=r"must be a safetensors file, and the header of a\.safetensors cannot be read"
+    ):
         check_header(file)
 
 

@@ -10,7 +10,7 @@ from megatron.training.schedule import SchedulePeriods
 
 
 def multi_step(n: int, peak: float, span: SchedulePeriods, options: ScheduleSection) -> float:
-    """The peak at first; from each milestone on, a smaller share of it.
+    """The peak at first. From each milestone on, a smaller share of it.
 
     `schedule.options` has `milestones`, rising shares of the schedule's length between 0 and 1. For each it has one
     of `rates`, shares of the peak. By default the rate falls to 31.6 % after 80 % of the steps, and to 10 % after 90 %,
@@ -27,7 +27,7 @@ def _options(given: dict[str, Any]) -> tuple[list[float], list[float]]:
         raise UserError(f"schedule.options must not have {', '.join(unknown)}: use milestones, rates")
     milestones, rates = (_shares(name, options[name]) for name in ("milestones", "rates"))
     if len(milestones) != len(rates):
-        raise UserError(f"schedule.options must have as many rates as milestones, {len(milestones)}: {rates}")
+        raise UserError(f"schedule.options must have one rate per milestone, {len(milestones)} in all: {rates}")
     if milestones != sorted(milestones):
         raise UserError(f"schedule.options.milestones must rise, unlike {milestones}")
     return milestones, rates

@@ -63,7 +63,7 @@ class QHAdam(torch.optim.Optimizer):
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        if not state:  # the engine makes the states before the first step; plain torch does not
+        if not state:  # the engine makes the states before the first step, and plain torch does not
             state["step"] = torch.zeros((), dtype=torch.float32)
             state |= {name: torch.zeros_like(parameter) for name in self.state_names(group) if name != "step"}
         state["step"] += 1

@@ -20,7 +20,7 @@ class Table:
 
     Args:
         folder: the run's directory, given to every sink.
-        columns: numbers of a record of metrics.jsonl, those of inner mappings as `validation/validation/loss`.
+        columns: numbers of a record of metrics.jsonl, numbers of inner mappings as `validation/validation/loss`.
         file: the table's name in the run's directory.
     """
 
@@ -32,7 +32,7 @@ class Table:
         self.path, self.columns = folder / file, ["step", *columns]
         rows = self._rows()
         if rows and rows[0] != self.columns:
-            raise UserError(f"logging.sinks: {self.path} has other columns; give Table another options.file")
+            raise UserError(f"logging.sinks: {self.path} has other columns: give Table another options.file")
         self.last = int(rows[-1][0]) if len(rows) > 1 else -1
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ def test_weights_follow_documents():
 
 
 def test_in_a_run(tmp_path):
-    """Two steps on one rank and two on two are four on one; with neither option it is the cross-entropy to the bit."""
+    """Two steps on one rank and two on two are four on one. With neither option it is the cross-entropy to the bit."""
     short = {
         **FOCAL,
         "training": {**VALUES["training"], "steps": 4},

@@ -1,4 +1,5 @@
-"""Ministral there and back: the same logits as transformers' model, the same weights bit by bit; a mistake is told."""
+"""Ministral there and back: the same logits as transformers' model, the same weights bit by bit. A mistake is
+reported."""
 
 import pytest
 import torch

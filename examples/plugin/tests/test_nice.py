@@ -1,4 +1,4 @@
-"""What the runner starts, and where it refuses to."""
+"""Commands of the runner, and its refusals."""
 
 import sys
 

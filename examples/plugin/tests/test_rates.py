@@ -41,14 +41,14 @@ def test_rates_of_the_paper():
     "options, rule",
     [
         ({"steps": [0.5]}, "must not have steps: use milestones, rates"),
-        ({"rates": [0.5]}, "must have as many rates as milestones, 2"),
+        ({"rates": [0.5]}, "must have one rate per milestone, 2 in all"),
         ({"milestones": [0.9, 0.8]}, "must rise"),
         ({"milestones": [80, 90]}, "must be a list of numbers from 0 to 1"),
         ({"rates": "half"}, "must be a list of numbers from 0 to 1"),
     ],
 )
 def test_options_of_the_schedule(options, rule):
-    """They are looked at before the first step, though the warmup does not ask for them."""
+    """They are checked before the first step, though the warmup does not ask for them."""
     with pytest.raises(UserError, match=rule):
         multi_step(5, 1.0, SimpleNamespace(length=10), SimpleNamespace(options=options))
     with pytest.raises(UserError, match=rule):
@@ -80,7 +80,7 @@ def test_in_runs(tmp_path):
 
 
 def test_a_table_goes_on(tmp_path):
-    """Records without a column are passed over; a table of other columns is refused, and stays as it is."""
+    """Records without a column are skipped. A table of other columns is refused, and stays as it is."""
     table = Table(tmp_path, ["loss"])
     table.write({"step": 0, "loss": 2.5})
     table.write({"step": 1, "validation": {"validation": {"loss": 3.0}}})

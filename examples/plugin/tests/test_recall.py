@@ -26,7 +26,7 @@ def test_what_is_asked_for_was_given(number):
 
 
 def test_in_a_run(tmp_path):
-    """Two steps on one rank and two on two read and compute what four on one do, and are told another set's losses."""
+    """Two steps on one rank and two on two read and compute what four on one do, and log another set's losses."""
     short = {
         **VALUES,
         "data": {"synthetic": "recall", "options": {"pairs": 3, "queries": 2}},

@@ -62,7 +62,7 @@ def test_one_token_after_another():
 
 @pytest.mark.parametrize("cut", [2, 4, 6])
 def test_a_document_goes_on_in_the_next_piece(cut):
-    """Two pieces with a memory between them against the whole; one document begins at token 4."""
+    """Two pieces with a memory between them against the whole. One document begins at token 4."""
     draw = torch.Generator().manual_seed(1)
     q, k, v = torch.randn(3, 1, 2, 9, 4, generator=draw, dtype=torch.float64).unbind()
     log_a, starts = torch.log(torch.tensor([0.9, 0.6], dtype=torch.float64)), torch.tensor([[0] * 4 + [4] * 5])

@@ -112,7 +112,7 @@ def test_layouts():
 
 
 def test_in_a_run(tmp_path):
-    """Two ranks log what one logs; with neither option the steps are those of the cross-entropy, to rounding."""
+    """Two ranks log what one logs. With neither option the steps equal steps of the cross-entropy, to rounding."""
 
     def losses(name: str, ranks: int, *overrides: str, **sections: Any) -> list[list[float]]:
         values = {**VALUES, "run": {"dir": str(tmp_path / name)}, "logging": {"console": "quiet", "curve": False}}

@@ -1,4 +1,4 @@
-"""The optimizer against its formula, and resumed on other ranks; the hook's records, and that it changes nothing."""
+"""The optimizer against its formula, and resumed on other ranks. The hook's records, and that it changes nothing."""
 
 import math
 from pathlib import Path

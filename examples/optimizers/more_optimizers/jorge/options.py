@@ -11,7 +11,7 @@ OPTIMIZER = OptimizerKind(
     options={
         "frequency": Option(10, 1, 10**9, "steps between two updates of the preconditioners", whole=True),
         "start": Option(1e-6, 1e-30, 1e6, "the factors begin as this times the identity"),
-        "lr": Option(None, 0, 1000, "peak rate of the matrices, of SGD's size; optimizer.lr by default"),
+        "lr": Option(None, 0, 1000, "peak rate of the matrices, of SGD's size (default: optimizer.lr)"),
     },
     whole_matrices=True,
 )

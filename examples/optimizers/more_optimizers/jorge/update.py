@@ -1,9 +1,9 @@
 """Jorge (Singh et al. 2023, arXiv 2310.12298): Shampoo's preconditioners without inverses, for matrices.
 
-The roots X of the inverse of Shampoo's factors (X = L^(-1/4), L an average of G G^T) follow each new gradient by the
-first terms of the binomial series of (b L + (1 - b) G G^T)^(-1/4). The series needs a small argument, so the
-coefficient b goes with its norm: with a fixed one the first steps diverge. The update has the size of that of SGD with
-momentum (grafting). X and the product in the series do not commute exactly, so X is made symmetric again.
+The roots X of the inverse of Shampoo's factors are X = L^(-1/4), with L an average of G G^T. They follow each new
+gradient by the first terms of the binomial series of (b L + (1 - b) G G^T)^(-1/4). The series needs a small argument,
+so the coefficient b goes with its norm: with a fixed one the first steps diverge. The update has the size of that of
+SGD with momentum (grafting). X and the product in the series do not commute exactly, so X is made symmetric again.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FEATURES, OUTPUTS = 39, 2  # what it reads of an element, and the direction and size of its step
-LARGEST = 2**26  # bytes of such a file; the published one has 10 KiB
-RULE = "must be the network of small_fc_lopt; it"
+LARGEST = 2**26  # bytes of such a file. The published one has 10 KiB
+RULE = "must be the network of small_fc_lopt, and it"
 NAME = "model.safetensors"  # in a folder of Hugging Face's form
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
@@ -41,7 +41,8 @@ def network_of(shapes: Mapping[str, tuple[int, ...]]) -> Network:
     """The network whose tensors have these shapes.
 
     Raises:
-        ValueError: no network has; with the first tensor that is missing, too much, or of another shape.
+        ValueError: it is not a network. The message names the first tensor that is missing, unknown, or of another
+        shape.
     """
     first = shapes.get("network.input.weight", ())
     width = first[0] if len(first) == 2 else 0
@@ -75,7 +76,7 @@ def weights_file(path: str) -> Path:
 
 
 def check_header(file: Path) -> None:
-    """Shapes in a safetensors file, before anything is started; other files show theirs when ranks read them.
+    """Shapes in a safetensors file, read before the start. Shapes of other files are checked when ranks read them.
 
     Raises:
         ValueError: it is damaged, or of another network.
@@ -88,7 +89,7 @@ def check_header(file: Path) -> None:
         header = json.loads(content[8 : 8 + length])  # cut off, it is no JSON
         shapes = {name: _shape(each["shape"]) for name, each in header.items() if name != "__metadata__"}
     except (struct.error, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise ValueError(f"must be a safetensors file; the header of {file.name} cannot be read") from error
+        raise ValueError(f"must be a safetensors file, and the header of {file.name} cannot be read") from error
     network_of(shapes)
 
 
@@ -96,7 +97,7 @@ def _shape(given: object) -> tuple[int, ...]:
     """Of a tensor in a header.
 
     Raises:
-        ValueError: it is no list of whole numbers from 0 on; JSON has others, 39.7 and 1e999 among them.
+        ValueError: it is no list of whole numbers from 0 on. JSON has other numbers, such as 39.7 and 1e999.
     """
     if not isinstance(given, list) or not all(type(size) is int and size >= 0 for size in given):
         raise ValueError("no shape")

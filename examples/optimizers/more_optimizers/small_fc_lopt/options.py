@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PathOption(Option):
-    """An option that is a path; its limits say nothing."""
+    """An option that is a path. Its limits have no meaning."""
 
     def problem(self, value: Any) -> str | None:
         return None if isinstance(value, str) and value.strip() else "must be the path of a file or folder"
@@ -68,7 +68,7 @@ OPTIMIZER = OptimizerKind(
     reads=(),
     options={"weights": PathOption(None, 0, 0, "file or folder with the trained weights of the optimizer's network")},
     rates_for=("mup",),  # Adam's rates (MuLO, Thérien et al. 2024, arXiv 2406.00153)
-    why_no_rates="its rates are known over widths alone",
+    why_no_rates="its rates are known only over widths",
     whole_matrices=True,
     package=PACKAGE,
     rules=(learned_steps_have_weights_and_a_rate,),

@@ -1,9 +1,9 @@
 """The learned optimizer small_fc_lopt (Metz et al. 2022, arXiv 2203.11860), as the package PyLO computes it.
 
-A small network, trained on other trainings, says the step of each element from 39 features: gradient and weight, three
-averages of the gradient, one of its square, squares by row and column with three coefficients, and the step's number.
-Features are divided by their root mean square over the tensor, and squares by row and column are of the whole tensor,
-so each tensor has an owner. With the rates of muP it is MuLO (Thérien et al. 2024, arXiv 2406.00153).
+A small network, trained on other trainings, computes the step of each element from 39 features. They are gradient and
+weight, three averages of the gradient, one of its square, squares by row and column with three coefficients, and the
+step's number. Features are divided by their root mean square over the tensor, and squares by row and column are of the
+whole tensor, so each tensor has an owner. With the rates of muP it is MuLO (Thérien et al. 2024, arXiv 2406.00153).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .network import FEATURES, LARGEST, NAME, RULE, network_of, weights_file
 from .options import OPTIMIZER, PACKAGE
 
 KEY = "optimizer.options.weights"
-THREE = 3  # coefficients of the averages of gradients, and of those of their squares by row and column
+THREE = 3  # coefficients of the averages of gradients, and of the averages of their squares by row and column
 # Our states by PyLO's names of them.
 STATES = {
     "mom": "momenta",
@@ -48,7 +48,7 @@ STATES = {
 
 
 class SmallFcLopt(MatrixOptimizer):
-    """small_fc_lopt for all tensors; fused matrices and experts are tensors of their own.
+    """small_fc_lopt for all tensors. Fused matrices and experts are tensors of their own.
 
     State, at the owner of a tensor: `momenta`, `squares`, and of matrices `row_squares`, `column_squares`, of vectors
     `vector_squares`.
@@ -105,7 +105,7 @@ class SmallFcLopt(MatrixOptimizer):
         """Each host reads a file of its own.
 
         Raises:
-            UserError: ranks have different networks; on all of them.
+            UserError: ranks have different networks. All ranks raise it.
         """
         if axis.size == 1:
             return
@@ -114,8 +114,8 @@ class SmallFcLopt(MatrixOptimizer):
         others = [str(rank) for rank, each in zip(axis.ranks, everyone) if each != everyone[0]]
         if others:
             raise UserError(
-                f"{KEY}: must have the same values on all ranks; those of rank{'s' * (len(others) > 1)} "
-                f"{', '.join(others)} are not those of rank {axis.ranks[0]}; copy one file to all hosts"
+                f"{KEY}: must have the same values on all ranks. Rank{'s' * (len(others) > 1)} {', '.join(others)} "
+                f"and rank {axis.ranks[0]} have different ones: copy one file to all hosts"
             )
 
     def direction(
@@ -135,7 +135,7 @@ class SmallFcLopt(MatrixOptimizer):
         return step.view(unit.shape) * (1 - group["lr"] * group["weight_decay"])  # PyLO decays what the step has made
 
     def _step(self, gradient: Tensor, weight: Tensor, kept: Mapping[str, Tensor], done: int) -> Tensor:
-        """The package's step of one tensor at a rate of 1; what is kept changes in place."""
+        """The package's step of one tensor at a rate of 1. Its states change in place."""
         package, parameter = self._package(gradient.device), weight.clone()
         parameter.grad = gradient
         nothing = gradient.new_empty(0)
@@ -192,12 +192,12 @@ def read_network(path: str) -> dict[str, Tensor]:
             raise ValueError(f"{RULE} has values in {broken} that are not finite")
     except (ValueError, OSError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"must be a file that can be read: {error.strerror}"
-        raise UserError(f"{KEY} = {path!r}: {reason}; give weights of small_fc_lopt") from error
+        raise UserError(f"{KEY} = {path!r}: {reason}: give weights of small_fc_lopt") from error
     return {name: each.float().contiguous() for name, each in found.items()}
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
-    """What is in a file.
+    """The content of a file.
 
     Raises:
         ValueError: it is damaged, or has something else than plain tensors of floating point by name.
@@ -207,8 +207,8 @@ def _tensors(file: Path) -> dict[str, Tensor]:
             found: Any = safetensors.torch.load_file(file)
         else:
             found = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # readers of archives fail in as many ways as archives are damaged
-        raise ValueError(f"must be a file of tensors; {file.name} cannot be read as tensors") from error
+    except Exception as error:  # readers of archives fail in many ways
+        raise ValueError(f"must be a file of tensors, and {file.name} cannot be read as tensors") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) and _plain(each) for name, each in found.items()):
         raise ValueError(f"{RULE} is no mapping from names to tensors of floating point")
     return found

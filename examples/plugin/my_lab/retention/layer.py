@@ -82,7 +82,7 @@ class Retention(nn.Module):
         return Counts(
             parameters=5 * H * H + H,
             flops=2 * 5 * H * H + 2 * 2 * S * H,
-            activations=4 * H + 2 * H + H + options.heads * S,  # q, k, v, gate; y before and after; gated; weights
+            activations=4 * H + 2 * H + H + options.heads * S,  # q, k, v, gate, y before and after, gated, weights
             products=4 * H + H,
             state=H * options.head_dim,
             memory=H * options.head_dim,

@@ -46,7 +46,7 @@ def heads_fill_hidden_size(at: KindUse[RetentionOptions]) -> Iterator[Problem]:
             ".head_dim",
             "model.hidden_size",
             rule="heads * head_dim must be model.hidden_size",
-            fix=f"leave head_dim out, and use {near(own.heads, divisors(at.hidden_size))} heads",
+            fix=f"remove head_dim, and use {near(own.heads, divisors(at.hidden_size))} heads",
         )
 
 
