@@ -3,7 +3,7 @@
 What two programs do differently shows far above 1e-10, and what rounding does far below.
 
 Models of the project follow the type of their parameters (`build_model(config, dtype=torch.float64)`). Other people's
-have fp32 written into them; `wider` makes those places float64.
+have fp32 written into them. `wider` makes those places float64.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 DOUBLE = torch.float64
-EXACT = 1e-10  # relative; sums of float64 in another order differ by 1e-15 to 1e-12
+EXACT = 1e-10  # relative. Sums of float64 in another order differ by 1e-15 to 1e-12
 # Where a program is fp32 and stays so: two ways to add up a small model's sums differ by 1e-7 to 3e-6 of its logits, on
 # whatever processor, and the least wrong option by a hundredth.
 FP32 = 1e-4

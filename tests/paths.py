@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def shared(name: str) -> Path | None:
-    """The file or folder `name` under shared/, in the repository or beside it; None where there is none."""
+    """The file or folder `name` under shared/, in the repository or next to it. None where there is none."""
     for folder in (ROOT / "shared", ROOT.parent / "shared"):
         if (folder / name).exists():
             return folder / name

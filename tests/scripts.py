@@ -25,7 +25,7 @@ def script(name: str, *words: object, folder: str | os.PathLike | None = None) -
     """What `python tools/NAME WORDS` prints and ends with.
 
     Args:
-        folder: where it runs; the current one by default.
+        folder: where it runs. The current one by default.
     """
     path, arguments = ROOT / "tools" / name, [str(word) for word in words]
     out, error, status = io.StringIO(), io.StringIO(), 0

@@ -1,13 +1,13 @@
 """Which tests run first, and which ones `make test-fast` runs: both follow from measured times in tests/durations.json.
 
 A whole run (`--dist loadfile`) ends when its last file ends, so long files start first. A fast run has the first case
-of every test function but those that take long; a new test belongs to it until somebody measures it. `make durations`
-runs the whole suite and writes the file again, `pytest --store-durations FILE ...` measures some files alone; it needs
+of every test function but those that take long. A new test belongs to it until somebody measures it. `make durations`
+runs the whole suite and writes the file again, `pytest --store-durations FILE ...` measures some files alone. It needs
 no entry by hand, and a file that it does not know starts early.
 
 Times are CPU seconds, of the process that runs a test and of all processes below it: they are nearly the same on a
 quiet machine and on a busy one, where seconds by the clock say how many others work. What the clock tells is only
-looked at for tests that wait.
+checked for tests that wait.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def cpu_seconds(process: int) -> float:
-    """CPU time of a process, of those below it, and of those that it has waited for; of all but daemons, that is."""
+    """CPU time of a process, of those below it, and of those that it has waited for. Of all but daemons, that is."""
     folder = Path("/proc", str(process))
     try:
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
@@ -106,7 +106,7 @@ def cpu_seconds(process: int) -> float:
         return sum(os.times()[:4]) if process == os.getpid() else 0.0
     below: list[str] = []
     for task in tasks:
-        with contextlib.suppress(OSError):  # a thread that ended meanwhile has no children; its process has
+        with contextlib.suppress(OSError):  # a thread that ended meanwhile has no children. Its process has
             below += (task / "children").read_text().split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(cpu_seconds(int(each)) for each in below)
 
@@ -172,7 +172,7 @@ class Stopwatch:
 
 
 def merged(known: dict[str, dict[str, float]], files: dict[str, float], long: dict[str, float]) -> dict:
-    """What was known, with what a run of these files measured; files that are gone are forgotten."""
+    """What was known, with what a run of these files measured. Files that are gone are forgotten."""
 
     def kept(name: str) -> bool:
         file = name.partition("::")[0]

@@ -1,4 +1,4 @@
-"""The Python API beside the tools and the launcher: the same configuration, run, batches, tensors and gradients."""
+"""The Python API next to the tools and the launcher: the same configuration, run, batches, tensors and gradients."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_pass_gives_the_loss_and_gradients_of_the_training_step(run):
 
 
 def test_activations_add_up_to_the_residual_stream(run):
-    """In a sequential block the stream after it is the stream before it plus both branches; so are their gradients."""
+    """In a sequential block the stream after it is the stream before it plus both branches. So are their gradients."""
     (batch,) = deepy.batches(run, 0, 1)
     model = deepy.open_model(run)
     found = model.forward(batch, keep=["embedding", "layers.*", "layers.0.attention", "layers.0.mlp"], gradients=True)

@@ -174,7 +174,7 @@ def test_citation_is_valid():
     assert changes[0] == (megatron.__version__, str(cited["date-released"])), "the newest release"
 
 
-# ---- NVIDIA's Megatron-Core beside it -------------------------------------------------------------------------------
+# ---- NVIDIA's Megatron-Core next to it -------------------------------------------------------------------------------
 
 
 def sees_both(folders: list[str], core: str, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_the_helper_sees_a_layout_that_differs(package):
 
 
 def test_commands_know_it(package, tmp_path):
-    """A run with its layer, optimizer, hook and runner; its checkpoint names the package; tools know the options."""
+    """A run with its layer, optimizer, hook and runner. Its checkpoint names the package. Tools know the options."""
     done = run(
         ROOT / "deepy.py", ROOT / "train.py", "retention.yml", f"run.dir={tmp_path / 'run'}", "launch.ranks=2",
         "parallel.tensor=2", "training.steps=3", "optimizer.type=qhadam", "optimizer.options={nu1: 0.8}",

@@ -4,7 +4,7 @@ An HTML comment before a block of the README says what to do with it:
 
     <!-- file: NAME -->      the block is the content of that file
     <!-- run -->             run it
-    <!-- fails -->           run it; it must end with status 2
+    <!-- fails -->           run it. It must end with status 2
     <!-- prints -->          the block is what the failing command wrote
     <!-- hosts -->           it needs several hosts: tests/launch/test_readme_on_hosts.py runs it
 """

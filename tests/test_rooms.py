@@ -58,7 +58,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> str | None:
-    """The folder of a module; None for the files that stand beside the rooms and know none of them."""
+    """The folder of a module. None for the files that stand next to the rooms and know none of them."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and (ROOT / PACKAGE / parts[1]).is_dir() else None
 
@@ -92,7 +92,7 @@ def test_no_circles_between_files():
 
 
 def sub_room_of(module: str) -> str:
-    """The sub-folder of a room that has the module; for a file directly in its room, the module."""
+    """The sub-folder of a room that has the module. For a file directly in its room, the module."""
     parts = module.split(".")
     return ".".join(parts[:3]) if len(parts) > 3 else module
 

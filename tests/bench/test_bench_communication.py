@@ -1,4 +1,4 @@
-"""bench/communication.py: what is timed is what it says, in groups that work at once; and the file it makes."""
+"""bench/communication.py: what is timed is what it says, in groups that work at once, and the file it makes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def four_ranks() -> tuple:
 
 
 def islands_of_two() -> Tuned:
-    """Two hosts that are pretended; tensor groups are inside, the data groups and all ranks go over both."""
+    """Two hosts that are pretended. Tensor groups are inside, the data groups and all ranks go over both."""
     from megatron.checkpoint import SOLO, GroupCommunicator
     from megatron.training.world import World
 
@@ -61,7 +61,7 @@ def islands_of_two() -> Tuned:
 
 
 def test_algorithms_are_tuned(tmp_path):
-    """Each in every form of group over several hosts; the account's bytes are those of the formulas in the docs."""
+    """Each in every form of group over several hosts. The account's bytes are those of the formulas in the docs."""
     tuned = run(4, islands_of_two)
     assert all(each.table == tuned[0].table for each in tuned), "all ranks choose the same"
     found = tuned[0]
@@ -99,7 +99,7 @@ def of_ranks() -> list[tuple]:
 
 
 def test_operations_are_those_that_they_are_called(of_ranks):
-    """Each on its own group, by the account's count; S is a thousand bytes, rounded to equal parts of four bytes."""
+    """Each on its own group, by the account's count. S is a thousand bytes, rounded to equal parts of four bytes."""
     for names, counted, _, _ in of_ranks:
         assert names == ["tensor", "data", "world"]
         for (name, operation), (size, seen) in counted.items():
@@ -264,7 +264,7 @@ def test_wrong_options(words, capsys):
 
 
 def test_a_measured_device(tmp_path):
-    """One type whose products reach 1 and 2 TFLOP/s, attention half of that peak; and the plan reads it."""
+    """One type whose products reach 1 and 2 TFLOP/s, attention half of that peak, and the plan reads it."""
     like = known_devices()[0]["cpu"]
     products = [(100, 200, 300, 2 * 100 * 200 * 300 / 1e12), (10, 20, 30, 2 * 10 * 20 * 30 / 2e12)]
     found = machine.MeasuredMachine("cpu", 8 << 30, 30e9, 4e-6, {"fp32": products}, {"fp32": 1e12})
@@ -294,7 +294,7 @@ def test_measuring_a_device_and_writing_it(tmp_path, capsys, monkeypatch):
 
 
 def test_the_cost_of_an_account_is_that_of_neighbouring_steps():
-    """Every way comes first in turn; a machine that becomes twice as slow from round to round changes no ratio."""
+    """Every way comes first in turn. A machine that becomes twice as slow from round to round changes no ratio."""
     assert [way_of(step) for step in range(9)] == [
         "off", "counts", "times", "counts", "times", "off", "times", "off", "counts",
     ]  # fmt: skip

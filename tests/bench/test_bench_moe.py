@@ -49,7 +49,7 @@ def test_a_row():
 
 
 def test_each_contender_has_its_own_flops():
-    """Dense and sparse differ by the router, forward and twice backward; the peer does what ours does."""
+    """Dense and sparse differ by the router, forward and twice backward. The peer does what ours does."""
     setup = Setup("tiny", 32, 2, vocabulary=8192, precision="fp32")
     seconds = {"ours": [1.0], "transformers": [2.0], "ours, dense": [0.5]}
     theirs, dense = compared(setup, {**seconds, "products": [Products.flops / 1e9]})

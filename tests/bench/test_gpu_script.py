@@ -24,7 +24,7 @@ ROW = {
     "most": 2.5,
     "memory": 0.5,
 }
-# A `python3` that has all packages but FlashAttention 3, and measures nothing; it notes what it is asked for.
+# A `python3` that has all packages but FlashAttention 3, and measures nothing. It notes what it is asked for.
 MEASURES = f"""
 case "$*" in *flash_attn_interface*) exit 1 ;; -c*) exit 0 ;; *gpu-rows*) exec {sys.executable} "$@" ;; esac
 echo "$*" >>"$ASKED"

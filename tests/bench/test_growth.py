@@ -19,7 +19,7 @@ from megatron.checkpoint.format.table import Vocabulary, coverage_problems
 
 @pytest.mark.parametrize("world", [160, 1600])
 def test_groups_of_a_rank(world: int):
-    """One of each axis that it shares: tensor, pipeline and data; their members are the axes' sizes."""
+    """One of each axis that it shares: tensor, pipeline and data. Their members are the axes' sizes."""
     found = groups(world)
     assert found["groups"] == 3 and found["members"] == TENSOR + PIPELINE + world // (TENSOR * PIPELINE)
 
@@ -35,7 +35,7 @@ def test_what_a_rank_reads_of_a_checkpoint_does_not_grow_with_the_world():
 
 
 def test_under_zero_3_a_rank_reads_two_blocks_of_each_tensors_rows_at_most():
-    """Each rank has a piece of each: its row in one block or, with its neighbours, in two; and the levels above them.
+    """Each rank has a piece of each: its row in one block or, with its neighbours, in two, and the levels above them.
     Of the files it reads the records, some of the 640 of 64 bytes each."""
     found, mine = checkpoint(640, zero=3), len(tensors()) // PIPELINE + 1
     constant = checkpoint(64, zero=1)["resume: KiB read"]  # vocabulary and groups, and more
@@ -61,7 +61,7 @@ def test_what_rank_0_holds_to_make_an_index_does_not_grow_with_its_rows(
     batch, records = 1 << 14, list[FileRecord]()
     monkeypatch.setattr("megatron.checkpoint.format.index.BATCH", batch)
     given = tables(640, 3, records)
-    first = next(given)  # makes all rows, before the memory is looked at
+    first = next(given)  # makes all rows, before the memory is checked
     tracemalloc.start()
     write_merged(tmp_path, itertools.chain([first], given), records, whole=True)
     held = tracemalloc.get_traced_memory()[1]

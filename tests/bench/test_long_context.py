@@ -59,7 +59,7 @@ launch: {device: cpu}
 
 @pytest.mark.slow
 def test_131_072_tokens_on_four_ranks_under_4_gib_are_those_of_one(tmp_path):
-    """A step of a hybrid; the measurement compares loss and gradient norm."""
+    """A step of a hybrid. The measurement compares loss and gradient norm."""
     (tmp_path / "hybrid.yml").write_text(HYBRID)
     words = [str(tmp_path / "hybrid.yml"), "--lengths", "131072", "--context", "1", "4"]
     assert run("long_context", [*words, "--json", str(tmp_path / "rows.json")]) == 0

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md: which rows are measured, kept and written; and the tools, on tiny sizes."""
+"""The tables of docs/performance.md: which rows are measured, kept and written, and the tools, on tiny sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_ratios_are_those_of_neighbouring_rounds():
-    """Above 1 where ours takes less time; the median of ratios is not the ratio of medians."""
+    """Above 1 where ours takes less time. The median of ratios is not the ratio of medians."""
     (line,) = compare("x", "tokens/s", {"ours": [1.0, 2.0, 4.0], "theirs": [3.0, 2.0, 8.0]}, 100)
     assert (line["ratio"], line["least"], line["most"]) == (2.0, 1.0, 3.0)
     assert (line["ours"], line["theirs"], line["peer"]) == (50.0, 100 / 3, "theirs")
@@ -34,7 +34,7 @@ def test_ratios_are_those_of_neighbouring_rounds():
 
 
 def test_shares_of_the_peak_are_of_what_each_side_computes():
-    """20 and 10 tokens/s at 3 and 4 GFLOP each, of 100 GFLOP/s; a table has the column if one of its lines has it."""
+    """20 and 10 tokens/s at 3 and 4 GFLOP each, of 100 GFLOP/s. A table has the column if one of its lines has it."""
     without = compare("other", "tokens/s", {"ours": [4.0], "theirs": [8.0]}, 80)
     made = compare("x", "tokens/s", {"ours": [4.0], "theirs": [8.0]}, 80)
     add_shares(made, 100e9, {"ours": 3e9, "theirs": 4e9})
@@ -129,7 +129,7 @@ def test_the_clock_has_rows_of_its_own(small):
 @pytest.mark.parametrize("theirs", ["1", "8"])
 def test_rows_with_threads_of_their_own(tmp_path: Path, monkeypatch, theirs: str):
     """Measured with so many threads whatever the environment says, by the clock, and apart from the same row without
-    them; the table's note says so."""
+    them. The table's note says so."""
     monkeypatch.setenv("OMP_NUM_THREADS", theirs)
     monkeypatch.setattr(page, "ROOT", tmp_path)
     (tmp_path / "bench").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Links with a rate and a delay: when a packet passes, bytes that arrive whole; and the table of the measurement."""
+"""Links with a rate and a delay: when a packet passes, bytes that arrive whole, and the table of the measurement."""
 
 from __future__ import annotations
 

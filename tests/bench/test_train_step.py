@@ -67,7 +67,7 @@ def test_a_row(shape: str):
 
 @pytest.mark.tour
 def test_a_row_in_bf16():
-    """Beside transformers' weights in bf16 and its autocast, whose first losses and norms are compared."""
+    """Next to transformers' weights in bf16 and its autocast, whose first losses and norms are compared."""
     done = bench("--json", "--precision", "bf16", "--rounds", "1", "--contenders", "ours", "eager", "autocast")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
@@ -124,7 +124,7 @@ def test_values_that_differ_are_named():
     ],
 )
 def test_shapes_are_those_published(shape, parameters):
-    """Of the released models; all have 50304 rows."""
+    """Of the released models. All have 50304 rows."""
     from megatron.model.costs.describe import totals
 
     assert totals(configuration(Setup(shape, 512, 1))).parameters == parameters

@@ -46,7 +46,7 @@ def test_of_each_pair_one_step_is_off_and_both_orders_come() -> None:
 
 
 def test_what_is_added_is_found_below_a_load_that_comes_and_goes() -> None:
-    """Steps of 10 ms whose speed wanders by a half; watchers add 50 µs, and hashes 2 ms every 100 steps: 0.7 %."""
+    """Steps of 10 ms whose speed wanders by a half. Watchers add 50 µs, and hashes 2 ms every 100 steps: 0.7 %."""
     steps, draw, spread = plan(400, 2), np.random.default_rng(7), 0.02
     wander = 1 + 0.5 * np.sin(np.arange(len(steps)) / 300)
     more = {OFF: 0.0, NONE: 0.0, HASHES: 2.05e-3}
@@ -56,7 +56,7 @@ def test_what_is_added_is_found_below_a_load_that_comes_and_goes() -> None:
     ]
     kinds, off = differences(steps, seconds)
 
-    def width(pairs: int) -> float:  # of the interval of a mean of normal differences; a trimmed one has a little more
+    def width(pairs: int) -> float:  # of the interval of a mean of normal differences. A trimmed one has a little more
         return 1.3 * 2 * 1.96 * spread * (2 / pairs) ** 0.5
 
     assert [len(kinds[kind]) for kind in (ON, NONE, HASHES)] == [400 * ROUND.count(k) for k in (ON, NONE, HASHES)]
@@ -114,7 +114,7 @@ def test_a_call_that_is_timed_still_does_what_it_did() -> None:
 
 
 def test_parts_are_medians_of_steps_or_blocks_beyond_empty_ones() -> None:
-    """Two ranks; an interrupt of a second fell into one step of either kind."""
+    """Two ranks. An interrupt of a second fell into one step of either kind."""
     watch = {TIMED: [[0.5, 20], [1.5, 20], [0.6, 20]], EMPTY: [[0.1, 20], [0.1, 20], [9.0, 20]]}
     hashes = {TIMED: [[4.0, 1], [4.0, 1], [5.0, 1]], EMPTY: [[0.0, 0], [0.0, 0], [0.0, 0]]}
     parts = parts_of([{"watch": watch, "training.hashes": hashes}] * 2, 10 * BLOCK)

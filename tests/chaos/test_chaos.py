@@ -1,4 +1,4 @@
-"""Faults that happen to real runs, which must end as if nothing had been; and what tells that they do not."""
+"""Faults that happen to real runs, which must end as if nothing had been, and what tells that they do not."""
 
 from __future__ import annotations
 

@@ -30,6 +30,6 @@ def local_shard(values: np.ndarray, tensor: LogicalTensor, rank: int, ranks: int
 
 
 def cuts(size: int, owners: int, odd: int = 0) -> list[tuple[int, int]]:
-    """[0, size) in `owners` ranges, some maybe empty; `odd` moves the cuts to odd places."""
+    """[0, size) in `owners` ranges, some maybe empty. `odd` moves the cuts to odd places."""
     places = sorted({0, size} | {min(size, max(0, size * k // owners + (odd * k) % 3 - 1)) for k in range(1, owners)})
     return list(zip(places[:-1], places[1:], strict=True))

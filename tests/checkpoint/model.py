@@ -40,7 +40,7 @@ def tensors(tied: bool = False) -> list[LogicalTensor]:
 
 @dataclass
 class Model:
-    """Values of every state of every tensor; a function of the seed.
+    """Values of every state of every tensor. A function of the seed.
 
     Args:
         optimizer: "adamw" or "muon" (a momentum for matrices, AdamW's two moments for the rest).
@@ -123,7 +123,7 @@ class Together:
         self.members = [_Member(self, rank, size) for rank in range(size)]
 
     def run(self, work: Callable[..., Any]) -> list[Any]:
-        """`work(communicator)` on every rank; returns results or exceptions in rank order."""
+        """`work(communicator)` on every rank. Returns results or exceptions in rank order."""
         results: list[Any] = [None] * len(self.members)
 
         def one(member: _Member) -> None:

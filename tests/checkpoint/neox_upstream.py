@@ -47,7 +47,7 @@ class Sum(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """The parts of all tensor parallel ranks beside each other."""
+    """The parts of all tensor parallel ranks next to each other."""
 
     @staticmethod
     def forward(ctx, x):
@@ -235,7 +235,7 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def train(folder: str, config_file: str, case: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """STEPS steps on the data of the configuration; after SAVED of them DeepSpeed saves into `folder`.
+    """STEPS steps on the data of the configuration. After SAVED of them DeepSpeed saves into `folder`.
 
     Returns:
         The loss of each step, and this rank's parameters at the end.

@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 # They are forked from a server of one thread that has done nothing but import: to fork pytest itself, in which torch
-# has threads, may hang; a new interpreter needs seconds for its imports, and many processes are killed.
+# has threads, may hang. A new interpreter needs seconds for its imports, and many processes are killed.
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["pytest", "tests.checkpoint.model"])  # which imports torch and what is tested
 

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from megatron.checkpoint.hf.companions import real_texts
 from tests.model.parity import randomise
 
-ROWS = 640  # of the embedding; tokenizers have fewer
+ROWS = 640  # of the embedding. Tokenizers have fewer
 SPECIAL = ["<|begin|>", "<|end|>", "<|turn|>", "<|pad|>", "<|endoftext|>"]  # the last: classes of theirs add it
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}<|turn|>"

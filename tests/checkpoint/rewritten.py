@@ -1,4 +1,4 @@
-"""Index, meta data and manifest of a checkpoint, made anew of what a test has changed."""
+"""Index, meta data and manifest of a checkpoint, made again of what a test has changed."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ assert not {{"torch", "megatron", "safetensors"}} & set(sys.modules)
 
 
 def test_the_table_of_architectures_is_that_of_the_code_and_of_the_layouts() -> None:
-    """Each architecture has one row, and the axes beside a name of the matrix are those that it is trained on there."""
+    """Each architecture has one row, and the axes next to a name of the matrix are those that it is trained on
+    there."""
     trained = {}
     for line in summary().splitlines()[2:]:
         name, _, *cells = (cell.strip() for cell in line.strip("|").split("|"))

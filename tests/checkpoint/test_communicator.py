@@ -25,7 +25,7 @@ def flags(rank: int, turn: int) -> list[bool]:
 
 
 def problems(rank: int, turn: int) -> list[str]:
-    """Of every third round, and one of them twice; not of rank 0."""
+    """Of every third round, and one of them twice. Not of rank 0."""
     return [f"of {rank}", "of all", f"of {rank}"] if rank and turn % 3 == 0 else []
 
 
@@ -105,7 +105,7 @@ class Counting:
 
 
 def test_what_is_collected_goes_to_rank_0_alone() -> None:
-    """10,000 ranks that tell of a file each must not hear of 10,000 files each."""
+    """10,000 ranks that tell of a file each must not are notified of 10,000 files each."""
     size, text = 20, "x" * 1000
     counting = Counting()
 

@@ -63,7 +63,7 @@ def save_for_ever(directory: Path, first: int) -> None:
 
 
 def test_kill_at_random_moments(quick_path):
-    """Each time the newest intact checkpoint is whole and is what that step saved; nothing of the kill stays behind."""
+    """Each time the newest intact checkpoint is whole and is what that step saved. Nothing of the kill stays behind."""
     chance, step, longest = random.Random(5), 0, 0.1
     for _ in range(30):
         process = child(save_for_ever, quick_path, step + 1)
@@ -298,7 +298,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def assert_skipped(directory: Path, *words: str) -> None:
-    """The newest is refused with these words; `auto` falls back to the one before and says so."""
+    """The newest is refused with these words. `auto` falls back to the one before and says so."""
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(directory / "step_00000002", verify="checksums")
     for word in words:

@@ -1,4 +1,4 @@
-"""Checkpoints of format 1 go on being read: one that its own version wrote, and any that is rewritten to it."""
+"""Checkpoints of format 1 continue being read: one that its own version wrote, and any that is rewritten to it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def facts() -> Meta:
 
 
 def test_what_rewriting_gives_is_what_that_version_wrote(tmp_path):
-    """So the other tests here, which rewrite, speak of its checkpoints; and the ranks' files are still the same."""
+    """So the other tests here, which rewrite, speak of its checkpoints, and the ranks' files are still the same."""
     (path, _) = Together(2).run(lambda member: save(tmp_path, 3, owned(member.rank), facts(), member))
     to_format_1(path)
     names = sorted(each.relative_to(GOLDEN) for each in GOLDEN.rglob("*") if each.is_file())
@@ -117,7 +117,7 @@ def test_any_layout_resumes_from_it(tmp_path, layout):
 
 
 def test_tools_read_it(golden, tmp_path, capsys):
-    """Reshaping writes the new format, with the same values; nothing else differs."""
+    """Reshaping writes the new format, with the same values. Nothing else differs."""
     out = tmp_path / "out"
     assert tool("inspect").main([str(golden), "--json"]) == 0
     assert '"fragments": 15' in capsys.readouterr().out

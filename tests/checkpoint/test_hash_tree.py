@@ -112,7 +112,7 @@ def test_what_cannot_be_read_is_told():
 
 
 def test_little_is_read_for_a_little():
-    """Of 65 MB, two blocks and one of each of the two levels above them; nothing a second time."""
+    """Of 65 MB, two blocks and one of each of the two levels above them. Nothing a second time."""
     size = 16_000 * BLOCK
     content = content_of(size)
     levels, root = grow(content)

@@ -66,7 +66,7 @@ def test_keys_that_no_layer_reads_are_left_out():
 
 def with_own_widths(disk: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """transformers saves the convolution of queries, keys and values in three equal parts, published files each in its
-    width. Both are read; the latter is what we write."""
+    width. Both are read. The latter is what we write."""
     for name in [name for name in disk if name.endswith("q_conv1d.weight")]:
         names = [name.replace("q_conv1d", f"{each}_conv1d") for each in "qkv"]
         widths = [len(disk[each.replace("conv1d", "proj")]) for each in names]

@@ -107,7 +107,7 @@ def plain_ids(form: str) -> str:
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_a_runs_own_tokenizer_is_opened_as_it_is(python: str, tmp_path: Path) -> None:
-    """Every form of tokenizer beside every architecture whose type says something of tokenizers."""
+    """Every form of tokenizer next to every architecture whose type says something of tokenizers."""
     folders = {}
     for number, (family, case) in enumerate(FAMILIES.items()):
         listed = family in ("qwen2", "mistral", "qwen3_5_text", "qwen3_5_moe_text")

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens (DeepSeek-V3's): left out of an import, which is said, or kept if asked for."""
+"""Layers that predict further tokens (DeepSeek-V3's): omitted from an import, which is said, or kept if asked for."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_further_layers_are_left_out(tmp_path):
 
 
 def with_module(folder, **wrong: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A model of theirs whose fourth layer predicts further tokens, in the form of DeepSeek's files; its tensors."""
+    """A model of theirs whose fourth layer predicts further tokens, in the form of DeepSeek's files. Its tensors."""
     config = CASES["deepseek_v3"]
     config = type(config)(**{**config.to_dict(), "num_nextn_predict_layers": 1})
     torch.manual_seed(3)

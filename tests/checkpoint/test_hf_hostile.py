@@ -173,7 +173,7 @@ class Shapes:
 
 @pytest.mark.parametrize("kind", sorted(names()))
 def test_reversed_shapes_are_refused_whatever_the_architecture(kind: str, tmp_path: Path) -> None:
-    """Every tensor in turn, with transformers' own shapes for all others; those of squares cannot be told."""
+    """Every tensor in turn, with transformers' own shapes for all others. Those of squares cannot be told."""
     theirs = CASES[SHORTEST[kind]]
     theirs.save_pretrained(tmp_path)
     found = on_disk(hf.AutoModelForCausalLM.from_config(theirs).state_dict(), kind)

@@ -155,7 +155,7 @@ BOTH |= {
 
 
 def tiny(folder: Path, name: str) -> torch.Tensor:
-    """A randomised model, exported to `<folder>/<name>/model`, with tokens beside it; its own logits."""
+    """A randomised model, exported to `<folder>/<name>/model`, with tokens next to it. Its own logits."""
     own = None
     if name == "llama":
         byte_tokenizer(folder / "tokenizer.json")
@@ -181,7 +181,7 @@ def test_version_4_gives_the_same_logits(tmp_path: Path) -> None:
     for name, logits in wanted.items():
         found = torch.load(tmp_path / "exports" / name / "logits.pt")
         assert found["version"].startswith("4.")
-        assert relative(found["logits"], logits) < 1e-5, name  # fp32 on both sides; defaults of theirs give over 1e-2
+        assert relative(found["logits"], logits) < 1e-5, name  # fp32 on both sides. Defaults of theirs give over 1e-2
     assert torch.load(tmp_path / "exports/llama/tokenized.pt") == [[1, 2, 3], 0]
 
 

@@ -152,7 +152,7 @@ def test_places_in_an_index_that_cannot_be_are_damage(places, places_of_parts):
 
 @pytest.mark.parametrize("strange", [{"rank": -1}, {"begin": 1 << 60}, {"begin": -1}, {"end": -5}, {"size": 0}])
 def test_records_of_files_that_cannot_be_are_damage(places, strange):
-    """Each rank looks at some of them, and all hear of it."""
+    """Each rank checks some of them, and all are notified of it."""
     path, _ = places
     checkpoint = open_checkpoint(path)
     (record,) = checkpoint.records
@@ -280,7 +280,7 @@ def test_a_pickle_with_code_is_refused_without_advice_to_run_it(tmp_path, monkey
         load_tensors(tmp_path / "a.pt")
     said = str(caught.value)
     assert "weights_only" not in said and "safe_globals" not in said
-    if new:  # the old form is refused before torch looks at what is in it: it cannot be mapped
+    if new:  # the old form is refused before torch checks what is in it: it cannot be mapped
         assert "mkdir" in said and "can run code" in said
     assert caught.value.__cause__ is None or "weights_only" not in str(caught.value.__cause__)
     assert not (tmp_path / "code-of-the-file-was-run").exists()

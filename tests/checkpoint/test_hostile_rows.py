@@ -94,7 +94,7 @@ def _stored(checkpoint) -> list:
 
 @pytest.mark.parametrize("change", [each for each in STRANGE if "file" not in each], ids=str)
 def test_rows_of_a_file_that_cannot_be_are_damage(path: Path, change: dict):
-    """A rank that looks for damage comes to an end, and says what it has found."""
+    """A rank that searches for damage comes to an end, and says what it has found."""
     whole = open_checkpoint(path)
     (record,) = whole.records
     file = path / record.path

@@ -1,4 +1,4 @@
-"""Searching an index: the rows that a range needs, found by looking at few others."""
+"""Searching an index: the rows that a range needs, found by checking few others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TENSORS = [
 
 
 def index_of(ranks: int, cuts: int, seed: int, looked: set[int]) -> Index:
-    """Each shard in pieces that are cut at random; `looked` takes the rows that are asked for."""
+    """Each shard in pieces that are cut at random. `looked` takes the rows that are asked for."""
     chance, rows = random.Random(seed), []
     for number, tensor in enumerate(TENSORS):
         own = ranks if tensor.shard is not None else 1

@@ -104,7 +104,7 @@ def test_files_open_with_the_safetensors_library(checkpoints, model):
 
 
 def test_every_fragment_is_aligned(checkpoints):
-    """Types of different widths share files; readers that map them need whole multiples."""
+    """Types of different widths share files. Readers that map them need whole multiples."""
     for path in checkpoints.values():
         checkpoint = open_checkpoint(path)
         for row in checkpoint.index.rows:

@@ -50,7 +50,7 @@ def host_folder(folder: str, host: int) -> Path:
 
 
 def read(levels: Levels, model: Model, layout: Layout, rank: int, least: int = 0) -> tuple[int | None, list[str]]:
-    """The step that is found, after everything that a rank of a layout needs was compared bit by bit; what was passed
+    """The step that is found, after everything that a rank of a layout needs was compared bit by bit. What was passed
     over."""
     found, skipped = levels.newest(least)
     told = [why for _, why in skipped]
@@ -124,7 +124,7 @@ def rank_of_hosts(folder: str) -> dict[str, object]:
     as_host(rank, f"first{rank // 2}" if rank < 2 else None)
     seen["first host lost"] = read(levels_at(folder, NEXT), model, OTHERS[1], rank)
 
-    # A bit flips: in one copy, then in both; the older save is whole, and no file system is asked to be right.
+    # A bit flips: in one copy, then in both. The older save is whole, and no file system is asked to be right.
     as_host(rank)
     levels = levels_at(folder, NEXT)
     one, two = (host_folder(folder, host) / "memory_of_2_hosts/step_00000015" for host in (0, 1))
@@ -233,7 +233,7 @@ def test_a_full_memory_harms_nothing(tmp_path: Path) -> None:
 
 
 def rank_whose_folder_is_gone(folder: str) -> dict[str, object]:
-    """Somebody tidies up; then a new host comes, whose disk refuses for a while."""
+    """Somebody tidies up. Then a new host comes, whose disk refuses for a while."""
     rank = torch.distributed.get_rank()
     as_host(rank)
     model, seen = Model(seed=1), {}
@@ -340,7 +340,7 @@ def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user's")
 def test_a_folder_that_another_user_has_taken_costs_only_its_saves(tmp_path: Path) -> None:
-    """The level goes to another name, where all ranks and later starts find it; the owner is named."""
+    """The level goes to another name, where all ranks and later starts find it. The owner is named."""
     assert own_folder(tmp_path / "deepy") == (tmp_path / "deepy", "")
     for taken in ("deepy", "deepy-1"):
         (tmp_path / taken).mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""A run that DeepSpeed began with GPT-NeoX's names goes on here, with the losses that it has there."""
+"""A run that DeepSpeed began with GPT-NeoX's names continues here, with the losses that it has there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLAT = """{
   "data_path": "%(data)s", "data_impl": "mmap", "split": "1,0,0", "tokenizer_type": "CharLevelTokenizer",
   "eval_iters": 0, "checkpoint_factor": 100
 }"""
-# Four samples a step in each; ranks: how many processes the run began with.
+# Four samples a step in each. Ranks: how many processes the run began with.
 CASES: dict[str, dict[str, Any]] = {
     "zero 0": {"zero": 0},
     "zero 0, data 2, parallel residual": {"zero": 0, "ranks": 2, "parallel": True},
@@ -76,7 +76,7 @@ def begun(folder: Path, case: dict[str, Any]) -> tuple[Path, list[float]]:
 
 
 def here(folder: str, config_file: str, *overrides: str) -> list[float]:
-    """A run of ours on this worker; its losses."""
+    """A run of ours on this worker. Its losses."""
     from megatron.checkpoint import SOLO
     from megatron.config import load, to_yaml
     from megatron.engine.deepspeed.process import prepare_deepspeed

@@ -74,7 +74,7 @@ def test_mismatches_are_listed_all_at_once(tmp_path):
 
 
 def test_ranks_want_together(tmp_path):
-    """What one rank lacks another may want; what nobody wants is left over, and every rank says so."""
+    """What one rank lacks another may want. What nobody wants is left over, and every rank says so."""
     path = save(tmp_path, 1, fragments(Model(), Layout(), 0), meta(1))
     checkpoint, layout = open_checkpoint(path), Layout(pipeline=3)
 
@@ -264,7 +264,7 @@ def read_with_little(path: Path, report: Path) -> None:
 
 
 def test_memory_is_a_chunk_whatever_the_tensor(tmp_path):
-    """A 192 MiB tensor, read through a conversion, takes one buffer beside the target."""
+    """A 192 MiB tensor, read through a conversion, takes one buffer next to the target."""
     tensor = LogicalTensor("big", (3072, 16384), Role.HIDDEN, Shard(1))
     path = save(tmp_path, 1, [Fragment(tensor, "master", 0, 1, 0, torch.ones(3072 * 16384))], Meta(1))
     assert ended(read_with_little, path, tmp_path / "report") == 0
@@ -279,7 +279,7 @@ def reshape_with_little(path: Path, report: Path) -> None:
     def peak() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    # The large blocks that these tests have freed made malloc keep such blocks; in a new process it gives them back.
+    # The large blocks that these tests have freed made malloc keep such blocks. In a new process it gives them back.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10)
     Path("/proc/self/clear_refs").write_text("5")
     before = peak()

@@ -30,7 +30,7 @@ def change(name: str, **more) -> dict:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back_through_another_layout(name: str, tmp_path, capsys):
-    """Saved by one rank, cut for four, written as a published file, which another model reads; and back, bit by bit."""
+    """Saved by one rank, cut for four, written as a published file, which another model reads, and back, bit by bit."""
     source, model = checkpoint_of(tmp_path, change(name))
     reshape(source, tmp_path / "cut" / "step_00000007", parse_layout("tensor=2,pipeline=2"))
     file = tmp_path / "model.pth"
@@ -99,7 +99,7 @@ def test_nothing_in_a_file_is_run(tmp_path, capsys):
 
 
 def test_vectors_by_head_have_their_shape(tmp_path):
-    """As one row they are the same; the first layer's says how wide heads are."""
+    """As one row they are the same. The first layer's says how wide heads are."""
     source, _ = checkpoint_of(tmp_path, change("rwkv7"))
     export_published(source, tmp_path / "model.pth")
     tensors = torch.load(tmp_path / "model.pth", weights_only=True)

@@ -83,7 +83,7 @@ def test_an_error_in_the_background_comes_out_at_the_next_step(tmp_path):
 
 
 def test_the_stall_is_a_copy_and_not_the_disk(tmp_path, gate):
-    """A disk that takes until the step has gone on; the second save copies into warm memory."""
+    """A disk that takes until the step has continued. The second save copies into warm memory."""
     big = LogicalTensor("big", (8 << 20,), Role.NORM)
     live = Fragment(big, "master", 0, 1, 0, torch.ones(8 << 20))
     saver = Saver(tmp_path, CheckpointSection(asynchronous=True))
@@ -278,8 +278,8 @@ def test_an_abandoned_branch_there_has_not_got_the_new_steps(tmp_path):
 
 
 def test_retention_elsewhere(tmp_path, monkeypatch):
-    """What is half deleted or half uploaded goes the next time; what the run left later is not counted among those to
-    keep; another run's stays."""
+    """What is half deleted or half uploaded goes the next time. What the run left later is not counted among those to
+    keep. Another run's stays."""
     there, original = f"file://{tmp_path}/there", LocalFileSystem.rm
     copies, section = Copies(), stored(there, keep=2)
     saver = Saver(tmp_path / "here", section, copies=copies)

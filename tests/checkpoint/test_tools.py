@@ -51,7 +51,7 @@ def source(tmp_path_factory) -> Path:
 
 
 def test_script_starts_with_the_standard_library_intact(source):
-    """Beside a file called inspect.py."""
+    """Next to a file called inspect.py."""
     for name, arguments in (("inspect", [str(source), "--json"]), ("diff", [str(source), str(source)])):
         done = subprocess.run(
             [sys.executable, str(ROOT / "tools/checkpoint" / f"{name}.py"), *arguments],

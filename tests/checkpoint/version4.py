@@ -11,7 +11,7 @@ import transformers
 
 for place in sorted(Path(sys.argv[1]).iterdir()):
     own = {"use_mamba_kernels": False} if place.name.startswith(("jamba", "zamba")) else {}  # they need a GPU
-    if place.name == "gemma2":  # its own default leaves out the caps of attention scores
+    if place.name == "gemma2":  # its own default omits the caps of attention scores
         own = {"attn_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32, **own).eval()
     with torch.no_grad():

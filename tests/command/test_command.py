@@ -1,4 +1,4 @@
-"""The command `deepy` beside the scripts that it stands for: the same output, status and options."""
+"""The command `deepy` next to the scripts that it stands for: the same output, status and options."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_mistakes(words, told):
 
 @pytest.mark.tour
 def test_train_is_what_train_py_does(tmp_path):
-    """A ready configuration by its name, options behind it, from another folder; the losses are those of train.py."""
+    """A ready configuration by its name, options behind it, from another folder. The losses are those of train.py."""
     few = ["training.stop_at_step=3", "launch.device=cpu"]
     ours = deepy("train", *TINY, *few, "--ranks", "1", "run.dir=runs/a", folder=tmp_path)
     assert ours.returncode == 0, ours.stdout + ours.stderr

@@ -143,7 +143,7 @@ def _manifest(capsys, *words: str) -> tuple[str, dict]:
 
 
 def test_a_manifest_runs_in_the_projects_image(capsys, tmp_path, monkeypatch):
-    """The image has the code and the command; the volume has what the run reads and takes what it writes."""
+    """The image has the code and the command. The volume has what the run reads and takes what it writes."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yml").write_text(f"extends: {ROOT}/configs/test/tiny_llama.yml\nlaunch: {{device: cpu}}\n")
     write_sizes(tmp_path / "data" / "mine", [40] * 50)

@@ -25,7 +25,7 @@ BASE: dict[str, Any] = {
 
 
 def flat(**changes: Any) -> Translation:
-    """The translation of a small complete file with `changes`; a change to None leaves the key out."""
+    """The translation of a small complete file with `changes`. A change to None leaves the key out."""
     values = {name: value for name, value in (BASE | changes).items() if value is not None}
     return translate([FlatDocument("small.yml", values, {name: line for line, name in enumerate(values, 1)})])
 
@@ -43,7 +43,7 @@ def fixture(*names: str) -> Translation:
 
 
 def at(translation: Translation, key: str) -> Any:
-    """The native value at a dotted key; KeyError if it is not set."""
+    """The native value at a dotted key. KeyError if it is not set."""
     value: Any = translation.values
     for part in key.split("."):
         value = value[part]

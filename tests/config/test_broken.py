@@ -187,7 +187,7 @@ def modules() -> list[ModuleType]:
 
 
 def rule_functions() -> dict[str, object]:
-    """Every rule that is written, found by its signature; rules that a function makes are found where they are used."""
+    """Every rule that is written, found by its signature. Rules that a function makes are found where they are used."""
     written = {
         f"{module.__name__}.{name}": function
         for module in modules()

@@ -23,7 +23,7 @@ sys.meta_path.insert(0, Absent())
 
 @pytest.fixture
 def plain(tmp_path):
-    """Runs a command as if no optional package were installed; gives status and both outputs."""
+    """Runs a command as if no optional package were installed. Gives status and both outputs."""
     (tmp_path / "sitecustomize.py").write_text(BLOCK.format(names=set(EXTRAS)))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
 

@@ -152,7 +152,7 @@ def test_null_takes_back(write):
 
 
 def test_null_is_a_value_in_a_variant(write):
-    """It replaces what the kind says; before, it was dropped, and the kind's value held without a word."""
+    """It replaces what the kind says. Before, it was dropped, and the kind's value held without a word."""
     write(
         "a.yml",
         "extends: base.yml\nmodel:\n  layers: attention@full/mlp attention@wide/mlp mla@direct/mlp\n"
@@ -229,7 +229,7 @@ def test_arguments_are_split(write):
 
 
 def test_flat_files_join(write):
-    """A GPT-NeoX file beside a native one: translated, then merged in order, with its own lines as origins."""
+    """A GPT-NeoX file next to a native one: translated, then merged in order, with its own lines as origins."""
     flat = write(
         "old.yml",
         '{\n  "num-layers": 2,\n  "hidden-size": 64,\n  "num-attention-heads": 4,\n  "seq-length": 16,\n'

@@ -17,7 +17,7 @@ def written(tmp_path, header: str | bytes):
 
 
 def header(**changes: str) -> str:
-    """Of the network, as JSON; a tensor's shape may be any text."""
+    """Of the network, as JSON. A tensor's shape may be any text."""
     shapes = {name: json.dumps(shape) for name, shape in Network(32, 1).shapes.items()} | changes
     return "{" + ", ".join(f'"{name}": {{"shape": {shape}}}' for name, shape in shapes.items()) + "}"
 

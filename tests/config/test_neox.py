@@ -72,7 +72,7 @@ def test_defaults_of_translated_keys_are_those_of_gpt_neox():
 
 
 def test_keys_that_gpt_neox_itself_ignores_have_no_effect():
-    # global_num_gpus and such are PART; only keys that never bear on a run are meant.
+    # global_num_gpus and such are PART. Only keys that never bear on a run are meant.
     ignored = {name for name, (_, state) in INVENTORY.items() if state in ("DEAD", "DERIVED")}
     assert ignored <= NO_EFFECT.keys()
 
@@ -211,7 +211,7 @@ def test_files_without_init_methods_get_the_defaults(name, init):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_pythia_files_resolve_on_their_gpus(name):
-    """The loader takes the files as they are; with the suite's GPUs the global batch is 1024 samples."""
+    """The loader takes the files as they are. With the suite's GPUs the global batch is 1024 samples."""
     tensor = {"6.9b": 2, "12b": 4}.get(name, 1)
     padded = -(-TOKENIZER_SIZE // (128 * tensor)) * 128 * tensor
     resolved = load(
@@ -223,7 +223,7 @@ def test_pythia_files_resolve_on_their_gpus(name):
 
 
 def test_pythia_learning_rates_of_both_versions():
-    """One key takes those with which Pythia was trained; without it they are what GPT-NeoX makes of the file today."""
+    """One key takes those with which Pythia was trained. Without it they are what GPT-NeoX makes of the file today."""
     pythia, common = [FIXTURES / "pythia" / "160m.yml"], ["model.vocab_size=50304"]
     today = Schedule(load(pythia, common, ranks=32, check_inputs=False).config)
     assert today.lr(0) == today.lr(1) == pytest.approx(6e-4 / 1430)
@@ -239,7 +239,7 @@ def test_pythia_learning_rates_of_both_versions():
 @pytest.mark.parametrize(
     "found, replaced, line, words",
     [
-        # Two published files are broken: layers and heads swapped, and a comma left out.
+        # Two published files are broken: layers and heads swapped, and a comma omitted.
         (
             '"num-attention-heads": 8',
             '"num-attention-heads": 9',

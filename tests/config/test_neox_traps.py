@@ -32,9 +32,9 @@ LLAMA = {
         (5120, 40960, 256, 13824),  # Llama-13B
         (8192, 65536, 256, 22016),  # Llama-65B
         (8192, 86016, 256, 28672),  # Llama-2-70B: 3 * 28672
-        (4096, 14336, 1, 14336),  # Mistral-7B with Hugging Face's meaning; GPT-NeoX fails on its two halves
+        (4096, 14336, 1, 14336),  # Mistral-7B with Hugging Face's meaning. GPT-NeoX fails on its two halves
         (4096, 14336, 14336, 14336),  # Llama-3-8B: the multiple forces both readings to the same width
-        (4096, None, 256, 11008),  # CodeLlama-7B leaves it out
+        (4096, None, 256, 11008),  # CodeLlama-7B omits it
         (8192, None, 256, 22016),  # CodeLlama-34B
         (64, 192, 1, 192),
     ],
@@ -418,7 +418,7 @@ def test_nothing_in_a_file_makes_the_reader_fail(changes):
 
 
 def test_mup_is_what_it_means_and_its_base_is_asked_for():
-    """Its multiplier and its scale of initial values go on, and attention is divided by the head dimension."""
+    """Its multiplier and its scale of initial values continue, and attention is divided by the head dimension."""
     found = flat(use_mup=True, mup_init_scale=2.0, mup_embedding_mult=10.0, mup_width_scale=4, base_shapes_file="b")
     assert not found.problems
     model = found.values["model"]

@@ -31,7 +31,7 @@ OPTIMIZER = OptimizerKind(
 
 @pytest.fixture
 def signum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An outside package with an optimizer of the recipe; its class is never imported here."""
+    """An outside package with an optimizer of the recipe. Its class is never imported here."""
     name = "lab_of_signs"
     package = tmp_path / name
     package.mkdir()

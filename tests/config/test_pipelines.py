@@ -1,4 +1,4 @@
-"""Tables of pipeline schedules: compared with torch's generators, closed forms and simulations; illegal tables."""
+"""Tables of pipeline schedules: compared with torch's generators, closed forms and simulations. Illegal tables."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_interleaved_is_torchs(ranks: int, each: int, micro_batches: int, schedu
 
 @pytest.mark.parametrize(("ranks", "each", "micro_batches"), SIZES)
 def test_closed_forms(ranks: int, each: int, micro_batches: int):
-    """The bubble is (p - 1) / v micro-batches; rank r keeps ((v - 1) p + 2 (p - 1 - r) + 1) / v of them."""
+    """The bubble is (p - 1) / v micro-batches. Rank r keeps ((v - 1) p + 2 (p - 1 - r) + 1) / v of them."""
     table = interleaved(ranks, each, micro_batches)
     check_table(table, loop(ranks, each), micro_batches)
     assert bubble(timeline(table, each, 1.0, 2.0)) == pytest.approx(3 * (ranks - 1) / each)

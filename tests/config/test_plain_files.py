@@ -153,7 +153,7 @@ def test_a_tool_prints_names_of_files_as_text(tmp_path: Path) -> None:
 
 
 def test_a_runs_own_file_starts_it_again_without_warnings(tmp_path: Path) -> None:
-    """It says every key; those with their default values were chosen by no user."""
+    """It says every key. Those with their default values were chosen by no user."""
     plain = load([ROOT / "configs/test/tiny_llama.yml"], [], ranks=1, check_inputs=False)
     (tmp_path / "config.yml").write_text(to_yaml(plain))
     again = load([tmp_path / "config.yml"], [], ranks=1, check_inputs=False)

@@ -43,7 +43,7 @@ def test_chunks_have_as_many_tokens_in_each_stage():
 
 
 def test_convolutions_look_back_within_the_chunks_that_a_stage_has():
-    """Ranks have 4 tokens of each chunk of 8, and of a stage of 8 tokens, which is one chunk; of one of 4 just 2."""
+    """Ranks have 4 tokens of each chunk of 8, and of a stage of 8 tokens, which is one chunk. Of one of 4 just 2."""
     resolve(values(64, 8, 8, 16, context=2), ranks=2)
     with pytest.raises(ConfigError, match="must have the 3 tokens that convolutions of the next one look back to"):
         resolve(values(64, 8, 4, context=2), ranks=2)
@@ -52,5 +52,5 @@ def test_convolutions_look_back_within_the_chunks_that_a_stage_has():
 def test_divisors_of_any_number():
     for number in range(200):
         assert divisors(number) == [each for each in range(1, number + 1) if number % each == 0]
-    largest = 2**31 - 1  # a prime; a length that a configuration may have
+    largest = 2**31 - 1  # a prime. A length that a configuration may have
     assert divisors(largest) == [1, largest] and len(divisors(2**30)) == 31

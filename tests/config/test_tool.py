@@ -19,7 +19,7 @@ from tools.config import main
 
 @pytest.fixture
 def tool(tmp_path, monkeypatch, capsys):
-    """Runs a command in a folder with a.yml; gives (status, standard output, standard error)."""
+    """Runs a command in a folder with a.yml. Gives (status, standard output, standard error)."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yml").write_text(BASE_TEXT)
 

@@ -1,4 +1,4 @@
-"""Folders that this user cannot write are found before a start; a start elsewhere does not ask for them."""
+"""Folders that this user cannot write are found before a start. A start elsewhere does not ask for them."""
 
 from __future__ import annotations
 

@@ -165,8 +165,8 @@ WORDS = [*"a1:-[]{}|>~,é@#.", ": ", "- ", "\n", "\n  ", "'", '"', " #", "\\", "
 
 
 def tree(node) -> tuple:
-    """Kind, tag, style, line and value of a node and of all below it; the line of one that is written nowhere is left
-    out.
+    """Kind, tag, style, line and value of a node and of all below it. The line of one that is written nowhere is
+    omitted.
     """
     told = node.value
     line = node.start_mark.line if told != "" or getattr(node, "style", None) else None

@@ -1,4 +1,4 @@
-"""Which documents are duplicates, against brute force and closed formulas; and which of them stays."""
+"""Which documents are duplicates, against brute force and closed formulas, and which of them stays."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def near(text: list[str], replaced: int, draw: random.Random) -> list[str]:
 
 @pytest.mark.parametrize(("bands", "rows", "replaced"), [(14, 8, 2), (14, 8, 4), (9, 13, 2), (32, 4, 6), (5, 25, 1)])
 def test_planted_near_duplicates_are_found_as_often_as_the_formula_says(bands: int, rows: int, replaced: int) -> None:
-    """1 - (1 - J^r)^b for each pair's exact Jaccard similarity J; within four standard deviations of the sum."""
+    """1 - (1 - J^r)^b for each pair's exact Jaccard similarity J. Within four standard deviations of the sum."""
     draw = random.Random(7)
     expected, variance, found = 0.0, 0.0, 0
     for _ in range(150):
@@ -136,7 +136,7 @@ def test_exact_keys() -> None:
 
 
 def test_the_source_of_the_smallest_priority_keeps_a_duplicate(tmp_path: Path) -> None:
-    """Also where its document comes later; within a source the first stays."""
+    """Also where its document comes later. Within a source the first stays."""
     written(tmp_path, "web", ["same text", "web only", "in web twice", "in web twice"])
     written(tmp_path, "books", ["books only", "same text"])
     sources = [

@@ -134,7 +134,7 @@ def test_compressed_files_that_are_cut_anywhere(inputs: Path, tmp_path: Path) ->
 
 
 def test_bombs(inputs: Path, tmp_path: Path) -> None:
-    """A file that stands for much more than it holds is read until the factor is exceeded; memory stays small."""
+    """A file that stands for much more than it holds is read until the factor is exceeded. Memory stays small."""
     line = json.dumps({"text": "a" * 100_000}).encode() + b"\n"
     count = 2 * FREE // len(line)
     (inputs / "a.jsonl.gz").write_bytes(gzip.compress(line * count))

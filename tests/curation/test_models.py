@@ -114,7 +114,7 @@ def bert(tmp_path_factory) -> Path:
 
 
 def test_a_classifier_of_transformers_and_a_sweep_of_thresholds(bert: Path) -> None:
-    """Scores are transformers' own, window by window; every threshold decides as the stored scores say."""
+    """Scores are transformers' own, window by window. Every threshold decides as the stored scores say."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

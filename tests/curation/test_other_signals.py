@@ -47,7 +47,7 @@ def test_lines_of_code() -> None:
 def test_terms_of_a_list() -> None:
     signals = list_signals("bad", ["ab", "cd ef", "ab c"])
     view = TextViews("ab cd ef AB. xab ab cd")
-    # Words: ab, cd ef, ab, ab (of "xab" not); and "ab c" is no n-gram here.
+    # Words: ab, cd ef, ab, ab (of "xab" not). And "ab c" is no n-gram here.
     assert signals["list.bad.words"](view) == 4
     assert signals["list.bad.word_fraction"](view) == round(2 / 8, 8)  # raw words, with their case
     # As parts of the text, each term by itself: "ab" 3 times, "ab c" twice, and "cd ef".

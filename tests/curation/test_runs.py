@@ -1,4 +1,4 @@
-"""Whole runs: the same bytes for any number of workers and after any kill; token files that lead back to documents."""
+"""Whole runs: the same bytes for any number of workers and after any kill. Token files that lead back to documents."""
 
 from __future__ import annotations
 

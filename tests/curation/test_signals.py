@@ -65,7 +65,7 @@ def test_a_repeated_text_counts_each_character_once():
 
 
 def test_counted_by_hand():
-    """Nine words: 'one' three times, 'two' twice, and four others; two of the raw words have no letter."""
+    """Nine words: 'one' three times, 'two' twice, and four others. Two of the raw words have no letter."""
     view = TextViews("One two, one TWO one!\nLorem ipsum 4 5…")
     assert view.words == ["one", "two", "one", "two", "one", "lorem", "ipsum", "4", "5…"]
     assert view.raw_words == ["One", "two", ",", "one", "TWO", "one", "!", "Lorem", "ipsum", "4", "5", "…"]

@@ -106,7 +106,7 @@ def generated_weights(number: int) -> list[float]:
 
 @pytest.mark.parametrize("number", [80, pytest.param(400, marks=pytest.mark.slow)])
 def test_generated_weights_as_in_the_original(number):
-    """GPT-NeoX divides by the sum twice; dividing once gives another order for one in eight of these."""
+    """GPT-NeoX divides by the sum twice. Dividing once gives another order for one in eight of these."""
     cases = [generated_weights(each) for each in range(number)] + [[3, 2, 2]]
     wanted = [plain_blend(neox_weights(weights), 3000)[0] for weights in cases]
     assert [Blend(weights, 3000).sources.tolist() for weights in cases] == wanted
@@ -117,7 +117,7 @@ def test_generated_weights_as_in_the_original(number):
 
 @pytest.mark.parametrize("order", ["pythia", "stream", "sequential"])
 def test_which_orders_blend_as_the_original(order, tmp_path):
-    """Only GPT-NeoX's order has its weights to the last digit; the others keep the blend that they always had."""
+    """Only GPT-NeoX's order has its weights to the last digit. The others keep the blend that they always had."""
     weights = [3, 2, 2]
     for source in range(3):
         write_sizes(tmp_path / str(source), [4000] * 8, seed=source)

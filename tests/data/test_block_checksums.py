@@ -65,7 +65,7 @@ def test_a_changed_file_gets_no_checksums(pair):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_one_flipped_bit_is_named_with_its_document_and_step(pair, seed):
-    """Steps that read no byte of its block are as before; the first one that does ends the run."""
+    """Steps that read no byte of its block are as before. The first one that does ends the run."""
     draw = random.Random(seed)
     order = draw.choice(["sequential", "stream", "pythia"])
     add_checksums(pair)

@@ -1,4 +1,4 @@
-"""Conversations to ids and labels, beside transformers' own rendering and masks."""
+"""Conversations to ids and labels, next to transformers' own rendering and masks."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def encoder(folder: Path, template: str, **treatment) -> ChatEncoder:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_ids_and_labels_are_those_of_transformers(form: str, folder: Path):
-    """Ten templates with 100 conversations each; without its tags a template gives the same, but for white space behind
+    """Ten templates with 100 conversations each. Without its tags a template gives the same, but for white space behind
     the end of a turn."""
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token=BOS, eos_token=EOS)
     ours = encoder(folder, FORMS[form], append_eod=False)
@@ -199,7 +199,7 @@ def test_conversations_that_a_template_cannot_have(template: str, answer: str, w
 
 
 def test_a_token_across_the_border_is_refused(folder: Path):
-    """`def` is one token; a template that glues text to an answer would train on half of it."""
+    """`def` is one token. A template that glues text to an answer would train on half of it."""
     ours = encoder(
         folder, "{{ ' d' }}{% generation %}{{ messages[-1]['content'] }}{% endgeneration %}", append_eod=False
     )

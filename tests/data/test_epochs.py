@@ -20,7 +20,7 @@ SIZES = [[5, 70, 33, 12, 90, 41, 8], [30, 11, 64], [120, 19, 3, 55]]
 
 
 def files(folder: Path, count: int) -> list[list[list[int]]]:
-    """Token files 0 ... count-1; their documents."""
+    """Token files 0 ... count-1. Their documents."""
     opened = [write_sizes(folder / str(number), SIZES[number], seed=number) for number in range(count)]
     return [[each[document].tolist() for document in range(len(each))] for each in opened]
 
@@ -29,7 +29,7 @@ def upstream(sources: list[list[list[int]]], micro: int, ranks: int, passes: int
     """The samples of each step of a GPT-NeoX run with train_epochs.
 
     Each data set is built for one epoch. A blend has as many samples as its data sets together, all weights alike. The
-    loader cuts them into batches of micro * ranks, leaves the rest out, and begins again and again; a step takes
+    loader cuts them into batches of micro * ranks, leaves the rest out, and begins again and again. A step takes
     `passes` of them, and the run ends before a step would lack one.
     """
     sets = [flat_samples(documents, LENGTH, 1234, epochs=1) for documents in sources]
@@ -90,7 +90,7 @@ def native(tmp_path: Path, data: dict[str, Any], **training: Any) -> dict[str, A
 
 @pytest.mark.parametrize("order", ["pythia", "stream", "sequential"])
 def test_each_epoch_reads_what_the_order_has(order, tmp_path):
-    """Whole batches; only the stream order shuffles anew, and therefore leaves nothing out between epochs."""
+    """Whole batches. Only the stream order shuffles again, and therefore leaves nothing out between epochs."""
     files(tmp_path, 1)
     config = resolve(native(tmp_path, {"train": [{"path": str(tmp_path / "0")}], "order": order}))
     plan = build_plan(config)
@@ -107,7 +107,7 @@ def test_each_epoch_reads_what_the_order_has(order, tmp_path):
 
 
 def test_rows_and_the_split(tmp_path):
-    """Files of whole samples count as such; with data.split only the training documents do."""
+    """Files of whole samples count as such. With data.split only the training documents do."""
     write_documents(tmp_path / "rows", [[7] * (LENGTH + 1)] * 9)
     rows = {"train": [{"path": str(tmp_path / "rows")}], "order": "sequential"}
     assert resolve(native(tmp_path, rows)).training.steps == 9 // 4 * 2

@@ -81,7 +81,7 @@ def test_splitting_into_many(tmp_path):
 
 
 def order_in_a_process(folder: str, marker: str) -> list[int]:
-    """Build the order; the marker counts the builds."""
+    """Build the order. The marker counts the builds."""
     from megatron.data.order import pythia
 
     original = pythia.build_arrays
@@ -99,7 +99,7 @@ def order_in_a_process(folder: str, marker: str) -> list[int]:
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_many_processes_build_once(tmp_path, locks, monkeypatch):
-    """With locks one process builds and the others wait; without, all build and one result stays."""
+    """With locks one process builds and the others wait. Without, all build and one result stays."""
     write_sizes(tmp_path / "a", [5] * 50)
     if not locks:
         import fcntl
@@ -120,7 +120,7 @@ def test_many_processes_build_once(tmp_path, locks, monkeypatch):
 
 
 def test_the_cache_goes_by_content(tmp_path):
-    """The same name with other sizes is another order; another name with the same sizes is the same one."""
+    """The same name with other sizes is another order. Another name with the same sizes is the same one."""
 
     def entries():
         return sorted(path.name for path in (tmp_path / "cache").glob("pythia-*") if path.is_dir())

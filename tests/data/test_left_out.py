@@ -43,7 +43,7 @@ def test_of_several_sizes_against_a_list() -> None:
 
 
 def test_a_loader_of_several_sizes_reads_each_sample_once() -> None:
-    """On two ranks: 4 batches of 4, then of 8; step 2 skips three batches, which are 4, 4 and 8 samples."""
+    """On two ranks: 4 batches of 4, then of 8. Step 2 skips three batches, which are 4, 4 and 8 samples."""
     training = {
         "steps": 8,
         "global_batch_size": 8,

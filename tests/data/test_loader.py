@@ -208,7 +208,7 @@ def test_phases_go_on_where_a_source_stopped(files):
 
 
 def test_the_blend_wraps_as_a_whole(files):
-    """Numbers of a sample of a source, over several passes of the blend, against looking at every place."""
+    """Numbers of a sample of a source, over several passes of the blend, against checking every place."""
     config = configuration(
         {
             "train": [{"path": str(files / "a"), "weight": 1.0}, {"path": str(files / "b"), "weight": 9.0}],
@@ -283,7 +283,7 @@ def test_ids_beyond_the_vocabulary(tmp_path):
 
 
 def test_ids_beyond_the_vocabulary_in_files_too_large_to_search(tmp_path, monkeypatch):
-    """Where the start cannot look at everything, the sample that would be wrong is refused."""
+    """Where the start cannot check everything, the sample that would be wrong is refused."""
     from megatron.data import source
 
     examine = source.examine_once

@@ -1,4 +1,4 @@
-"""Weights of sources and documents: what each label weighs, by looking its token up; and the loss of ranks."""
+"""Weights of sources and documents: what each label weighs, by looking its token up, and the loss of ranks."""
 
 from __future__ import annotations
 

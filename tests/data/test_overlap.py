@@ -153,7 +153,7 @@ def test_against_comparing_everything(run, by):
     for one, other in zip(found, expected, strict=True):
         most = max((match.found for match in one.matches), default=0)
         assert {name: getattr(one, name) for name in other if name != "most"} | {"most": most} == other
-    if by == "words":  # the first example is of a:7, which b:5 is too; its first and last words are cut
+    if by == "words":  # the first example is of a:7, which b:5 is too. Its first and last words are cut
         best = found[0].matches[:2]
         assert {(match.source, match.document) for match in best} == {("a", 7), ("b", 5)}
         assert all(match.found >= found[0].ngrams - 2 > 0 for match in best)

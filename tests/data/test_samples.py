@@ -24,7 +24,7 @@ def array(*tokens: int) -> np.ndarray:
 
 
 def test_documents_and_positions_by_hand():
-    """Documents end with their end-of-document token; a piece begins a document whether or not one stands before."""
+    """Documents end with their end-of-document token. A piece begins a document whether or not one stands before."""
     sample = assemble(
         [array(5, 6, EOD), array(7, EOD, 8, EOD), array(9, 10)], AssemblyOptions(8, eod=EOD, boundaries=True), 0
     )
@@ -149,7 +149,7 @@ def test_all_ranks_have_masks_or_none(files, masks):
 
 
 def test_infilled_samples_of_a_source_without_loss():
-    """Infilling makes a packed sample longer; the tokens that it adds are no targets either."""
+    """Infilling makes a packed sample longer. The tokens that it adds are no targets either."""
     options = AssemblyOptions(40, seed=1, eod=EOD, infilling=Infilling(1.0, 0.5, 901, 902, 903))
     pieces = [np.arange(1, 10), np.arange(11, 20)]
     sample = assemble(pieces, options, 0, np.zeros(18, bool))

@@ -15,7 +15,7 @@ S = 5
 
 
 class Counting:
-    """Sample n is n, n + 1, ...; even labels count; a document begins at token 3."""
+    """Sample n is n, n + 1, .... Even labels count. A document begins at token 3."""
 
     masked = True
 

@@ -119,7 +119,7 @@ def after(length: int, options: Corruption) -> int:
     number=st.integers(0, 10**6),
 )
 def test_a_sample_loses_nothing_that_it_has_read(sizes, options, extra, number):
-    """However its documents grow; what is left of it is empty and no target."""
+    """However its documents grow. What is left of it is empty and no target."""
     ends, width = np.cumsum(sizes), sum(sizes) + extra
     documents = [np.arange(end - size + 1, end + 1) for size, end in zip(sizes, ends)]
     made = assemble(documents, AssemblyOptions(width - 1, seed=3, eod=EOD, corruption=options), number)
@@ -145,7 +145,7 @@ def test_samples_count_what_they_should():
 
 
 def test_every_token_of_an_epoch_is_trained_on(tmp_path):
-    """In the file's own order, where samples are cut alike in every epoch; through the loader."""
+    """In the file's own order, where samples are cut alike in every epoch. Through the loader."""
     sizes = [7, 30, 2, 55, 1, 120, 9, 44, 13, 80]
     ends = np.cumsum(sizes)
     documents = [[*range(end - size + 1, end), EOD] if size > 1 else [EOD] for size, end in zip(sizes, ends)]

@@ -43,7 +43,7 @@ def written(folder, tokenizer, documents):
 
 @pytest.mark.parametrize("decoding", [False, True], ids=["bytes", "decoding"])
 def test_against_looking_into_every_document(tmp_path, tokenizer, documents, decoding, monkeypatch):
-    """Each place is a smallest stretch of tokens with the text; together they are all that decoding shows."""
+    """Each place is a smallest stretch of tokens with the text. Together they are all that decoding shows."""
     monkeypatch.setattr(text_search, "CHUNK", 160)  # many places lie across two chunks
     file = written(tmp_path, tokenizer, documents)
     assert table_of(file, tokenizer) is not None

@@ -65,7 +65,7 @@ def test_round_trip(tmp_path, dtype):
 
 
 def test_offsets_beyond_32_bits(tmp_path):
-    """An index whose offsets need 64 bits, beside a sparse file of 6 GB."""
+    """An index whose offsets need 64 bits, next to a sparse file of 6 GB."""
     sizes = np.array([2**31 - 1, 2**30, 7])
     with open(tmp_path / "big.idx", "wb") as index:
         write_index(index, sizes, np.uint16)

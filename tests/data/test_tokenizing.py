@@ -263,7 +263,7 @@ def test_any_number_of_workers(tmp_path):
 
 
 def start(command: list[str], seconds: float) -> bool:
-    """Start the command and kill it after so many seconds; whether it was done before that."""
+    """Start the command and kill it after so many seconds. Whether it was done before that."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         _, errors = process.communicate(timeout=seconds)
@@ -277,7 +277,7 @@ def start(command: list[str], seconds: float) -> bool:
 
 @pytest.mark.parametrize("workers, kills", [(1, 5), pytest.param(2, 20, marks=pytest.mark.slow)])
 def test_killed_at_random(tmp_path, workers, kills):
-    """kill -9 at random moments; what is there in the end is byte for byte what an undisturbed run makes."""
+    """kill -9 at random moments. What is there in the end is byte for byte what an undisturbed run makes."""
     paths = corpus(tmp_path)
     run(job(paths, tmp_path / "whole", version=__version__))
     command = [
@@ -317,7 +317,7 @@ class Cut(Exception):
 
 @pytest.mark.parametrize("place", ["append", "save", "progress", "replace"])
 def test_cut_off_at_every_write(tmp_path, monkeypatch, place):
-    """Stopped at each single write of one kind in turn, and gone on from there."""
+    """Stopped at each single write of one kind in turn, and continued from there."""
     from megatron.data.corpus import inputs
     from megatron.data.corpus import job as module
 

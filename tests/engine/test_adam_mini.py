@@ -15,7 +15,7 @@ WIDTH, HEADS, STEP_ROWS = 6, 2, 3
 
 
 def tensors() -> list[nn.Parameter]:
-    """Fused queries, keys and values of two heads of three rows; experts with gate and up; and others."""
+    """Fused queries, keys and values of two heads of three rows. Experts with gate and up, and others."""
     heads = (("query", STEP_ROWS), ("key", STEP_ROWS), ("value", STEP_ROWS))
     return [
         parameter("embedding", Role.EMBEDDING, 11, WIDTH),

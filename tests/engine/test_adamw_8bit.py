@@ -15,7 +15,7 @@ from tests.training.settings import settings
 
 
 def tensors() -> list[nn.Parameter]:
-    """A matrix and two experts of at least 4096 elements, in whole blocks; and what stays in fp32."""
+    """A matrix and two experts of at least 4096 elements, in whole blocks, and what stays in fp32."""
     return [
         parameter("up", Role.HIDDEN, 96, 64, matrices=(96,)),
         parameter("experts", Role.HIDDEN, 2, 64, 64, matrices=(32, 32)),

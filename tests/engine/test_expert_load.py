@@ -164,7 +164,7 @@ def trace_tool():
 
 
 def test_picture_and_trace(tmp_path, capsys):
-    """experts.png of a run's metrics; the trace of a model agrees with what the layer itself counts."""
+    """experts.png of a run's metrics. The trace of a model agrees with what the layer itself counts."""
     metrics = tmp_path / "metrics.jsonl"
     loads = [[0.25, 0.25, 0.5, 0.0], [0.3, 0.3, 0.2, 0.2]]
     metrics.write_text(
@@ -208,7 +208,7 @@ def test_picture_and_trace(tmp_path, capsys):
 
 
 def test_trace_of_tokens_that_use_no_expert_and_of_documents():
-    """The class of no expert is in the rows and no expert's load; attention ends where the run's documents end."""
+    """The class of no expert is in the rows and no expert's load. Attention ends where the run's documents end."""
     matrix = read()
     own = {name: value for name, value in matrix["architectures"]["zaya1"].items() if name not in ("about", "apart")}
     config = resolve(merged(matrix["common"], own))

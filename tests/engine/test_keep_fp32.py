@@ -51,7 +51,7 @@ def types_and_values(engine) -> tuple[dict[str, torch.dtype], dict[str, torch.Te
 
 
 def train(values: dict, ranks: int):
-    """Types before and after training; losses; what the forward pass uses of fp32 parameters; masters."""
+    """Types before and after training; losses. What the forward pass uses of fp32 parameters; masters."""
     config, engine = runs.start(values, ranks)
     before, _ = types_and_values(engine)
     losses, norms = runs.steps(config, engine, 0, config.training.steps)

@@ -42,7 +42,7 @@ def tensors():
     ],
 )
 def test_it_is_the_papers_rule(kind, options, bound):
-    """The equations are computed in float64; the bound is what fp32 costs five updates."""
+    """The equations are computed in float64. The bound is what fp32 costs five updates."""
     chosen = {"type": kind, "lr": 0.01, "weight_decay": 0.2, "groups": {}, "epsilon": 1e-6, "options": options}
     config = settings(model={"extensions": ["more_optimizers"]}, optimizer=chosen)
     ours, masters = tensors(), [p.detach().double() for p in tensors()]
@@ -172,7 +172,7 @@ def test_adafactor_is_torchs():
 
 @pytest.mark.parametrize("size", [1.0, 1e-6, 1e-12])
 def test_adafactors_steps_do_not_depend_on_the_size_of_gradients(size):
-    """Those of a large model are small; torch's own bounds the mean of their squares from below by 1e-7."""
+    """Those of a large model are small. Torch's own bounds the mean of their squares from below by 1e-7."""
     found = []
     for factor in (1.0, size):
         ours = tensors()
@@ -249,7 +249,7 @@ def test_a_rehearsal_says_that_it_cannot(capsys):
 
 @pytest.mark.parametrize("kind", (*INSIDE[OPTIMIZER], "jorge", "small_fc_lopt"))
 def test_the_schedule_multiplies_each_groups_rate(kind):
-    """However often it is set, a role's share of the rate stays; a schedule at 0 moves nothing."""
+    """However often it is set, a role's share of the rate stays. A schedule at 0 moves nothing."""
     groups = {"norm": {"lr_scale": 0.5}, "hidden": {"lr_scale": 0.25}}
     options = {"weights": str(ROOT / "tests/stand_ins/small_fc_lopt.safetensors")} if kind == "small_fc_lopt" else {}
     ours = tensors()

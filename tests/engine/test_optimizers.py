@@ -205,7 +205,7 @@ def test_bad_coefficients_are_refused(make):
 
 
 def test_muon_of_an_fp32_run_orthogonalises_in_fp32():
-    """As exact as fp32 is against the iteration in float64; in bf16 it is not."""
+    """As exact as fp32 is against the iteration in float64. In bf16 it is not."""
     update = torch.randn(18, 6, generator=torch.Generator().manual_seed(1))
     exact = muon_direction(update.double(), (6, 6, 6), torch.float64)
 
@@ -220,7 +220,7 @@ def test_muon_of_an_fp32_run_orthogonalises_in_fp32():
 
 @pytest.mark.parametrize("scale", ["original", "moonlight"])
 def test_muon_is_torchs_muon_and_adamw(scale):
-    """Fused matrices are given to torch one by one; everything that is no hidden matrix goes to AdamW."""
+    """Fused matrices are given to torch one by one. Everything that is no hidden matrix goes to AdamW."""
     config = settings(
         optimizer={"type": "muon", "lr": 0.01, "muon_lr": 0.05, "muon_scale": scale, "weight_decay": 0.2, "groups": {}},
         precision={"compute": "bf16"},  # torch's iteration is in bf16 whatever the weights are

@@ -8,7 +8,7 @@ import sys
 
 from tests.paths import ROOT
 
-MOST = 32  # files of the package with a function that one step runs; it was 47 before features were parts
+MOST = 32  # files of the package with a function that one step runs. It was 47 before features were parts
 LONGEST = 300  # lines of engine.py
 STEP = """
 import json, os, sys

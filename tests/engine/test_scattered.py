@@ -1,6 +1,6 @@
 """Gradients that are reduce-scattered in buckets under the backward pass: the bits of DeepSpeed's sums, half the bytes.
 
-All layouts of `make layouts` at ZeRO 1 and 2 are compared with one process; here it is with DeepSpeed's own reduction.
+All layouts of `make layouts` at ZeRO 1 and 2 are compared with one process. Here it is with DeepSpeed's own reduction.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ def sums_of_hooks(values: dict[str, Any], ranks: int, missing: bool) -> list[tup
 def test_a_rank_without_some_gradients(name: str):
     """Parameters that one rank does not use, in one micro-batch or in a step, count as zeros there: no sum of the step
     before stays, and the messages keep their order. Sums of four gradients in fp32 round by less than 1e-6 of the
-    largest; with micro-batches in bf16, hooks see what is summed."""
+    largest. With micro-batches in bf16, hooks see what is summed."""
     values, ranks = values_of(name, **SMALL)
     for found in run(ranks, sums_of_hooks, values, ranks, True):
         assert len(found) > 20 and any(largest for _, largest, _ in found)

@@ -15,7 +15,7 @@ WARMUP, STEPS, PEAK = 3, 7, 0.02
 
 @pytest.mark.parametrize("options", [{}, {"power": 1.5, "rate_power": 1.0}])
 def test_it_is_the_authors(options):
-    """In float64: y while training, and x for evaluation. Their weight decay is that of the whole group; one group has
+    """In float64: y while training, and x for evaluation. Their weight decay is that of the whole group. One group has
     half the rate."""
     groups = {"hidden": {"lr_scale": 0.5}, "norm": {}, "bias": {}}
     chosen = {"betas": (0.8, 0.9), "epsilon": 1e-6, "weight_decay": 0.2, "groups": groups, "options": options}

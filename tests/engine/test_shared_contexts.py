@@ -74,7 +74,7 @@ def test_data_ranks_make_equally_many_passes():
 
 
 def test_what_is_worth_it():
-    """Not windows of a text, each after the end-of-document token; not one text twice."""
+    """Not windows of a text, each after the end-of-document token. Not one text twice."""
     windows = [Text((0, *range(number, number + 9)), 9) for number in (1, 20)]
     same = [Text((1, 2, 3, 4, 5, 6), 2)] * 2
     last = [Text((7, 8, 9, token), 1) for token in (1, 2)]

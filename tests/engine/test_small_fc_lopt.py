@@ -1,4 +1,4 @@
-"""The learned optimizer of PyLO on one process: against the package by itself; which files of weights it takes."""
+"""The learned optimizer of PyLO on one process: against the package by itself. Which files of weights it takes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_stand_in_is_the_package(tmp_path):
 
 
 def test_under_mup_it_is_mulo():
-    """Of MuLO's rates, those of matrices whose both sides grow are divided by the width; no other one is."""
+    """Of MuLO's rates, those of matrices whose both sides grow are divided by the width. No other one is."""
     section = {
         **OUTSIDE,
         "layers": "(attention/mlp) x1",
@@ -271,7 +271,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch):
 
 
 def with_other_networks(folder: str) -> list[str]:
-    """On two ranks: what each is told if the second one's host has another file under the path; then with one file."""
+    """On two ranks: what each is told if the second one's host has another file under the path. Then with one file."""
     from torch import distributed as dist
 
     rank, told = dist.get_rank(), []
@@ -319,7 +319,7 @@ def resumed(values: dict, saved: str, further: dict) -> tuple[str, ...]:
 
 
 def test_a_run_goes_on_with_its_network(tmp_path):
-    """Of the values, not of the path or the form; with another one only where a key says so."""
+    """Of the values, not of the path or the form. With another one only where a key says so."""
     made, other = network(), network()
     other["network.output.bias"][0] += 2**-20
     safetensors.torch.save_file(made, tmp_path / "a.safetensors")

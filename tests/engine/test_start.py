@@ -27,7 +27,7 @@ RUNS = [  # compute type, ZeRO stage, optimizer
 
 
 def train() -> None:
-    """A step of each run; ends with status 1 where one of them has imported torch's compiler."""
+    """A step of each run. Ends with status 1 where one of them has imported torch's compiler."""
     from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
 

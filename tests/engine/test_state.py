@@ -43,7 +43,7 @@ class Averaged(torch.optim.Optimizer):
 
 
 class Factored(Averaged):
-    """It keeps one number per row beside what it declares."""
+    """It keeps one number per row next to what it declares."""
 
     @torch.no_grad()
     def step(self, closure=None) -> None:

@@ -58,7 +58,7 @@ UNPREDICTED = {"there is no formula for a recurrent core at ZeRO 3 whose passes 
 
 
 def predictions(case: Case) -> list[TrafficPrediction] | str:
-    """Of each rank; the reason where there is none."""
+    """Of each rank. The reason where there is none."""
     config = resolve(case.values, ranks=case.ranks)
     try:
         return [predict(config, case.ranks, rank, weighted=True) for rank in range(case.ranks)]
@@ -162,7 +162,7 @@ def exact(own: TrafficPrediction, tally: Tally) -> list:
 
 
 def assert_at_most(counted: Tally, most: Tally, calls: frozenset[Call], same: frozenset[Call] = frozenset()) -> None:
-    """No more messages and bytes of these calls than there can be; of those in `same` as many messages.
+    """No more messages and bytes of these calls than there can be. Of those in `same` as many messages.
 
     Args:
         same: calls of which the data decide the bytes alone.
@@ -201,7 +201,7 @@ def test_what_runs_often_is_there_and_predicted():
     ("stage", "accumulate", "reduce"), [(1, "bf16", "fp32"), (2, "fp32", "bf16"), (3, "fp32", "fp32")]
 )
 def test_ways_of_bf16(stage: int, accumulate: str, reduce: str):
-    """ZeRO 1 that sums micro-batches in bf16 and ZeRO 2 ask all ranks whether gradients are finite; ZeRO 3 does not."""
+    """ZeRO 1 that sums micro-batches in bf16 and ZeRO 2 ask all ranks whether gradients are finite. ZeRO 3 does not."""
     case = next(case for case in cases() if case.name == "bf16: llama on dp2, ZeRO 1, four micro-batches")
     precision = {"compute": "bf16", "accumulate": accumulate, "reduce": reduce}
     values = {**case.values, "precision": precision, "zero": {"stage": stage, "persistent_size": 100}}
@@ -230,7 +230,7 @@ def test_a_core_that_runs_as_often_in_each_step_at_zero_3():
 
 @pytest.mark.parametrize("bucket", [3000, 700])
 def test_small_buckets(bucket: int):
-    """A bucket is full when the next parameter would overfill it; a larger parameter is a bucket of its own."""
+    """A bucket is full when the next parameter would overfill it. A larger parameter is a bucket of its own."""
     case = next(case for case in cases() if case.name == "fp32: llama on dp2, ZeRO 1, four micro-batches")
     values = {**case.values, "zero": {**case.values["zero"], "bucket_size": bucket}}
     own = predict(resolve(values, ranks=2), 2, 0, weighted=True)
@@ -258,7 +258,7 @@ def in_small_buckets(work: Callable[..., Any], values: dict, ranks: int, element
 )
 @pytest.mark.parametrize("elements", [4000, 300])
 def test_small_buckets_of_the_fallback(name: str, elements: int, monkeypatch):
-    """Larger tensors go on their own; the bf16 optimizer has one for each group of parameters."""
+    """Larger tensors continue their own. The bf16 optimizer has one for each group of parameters."""
     case = next(case for case in cases() if case.name == name)
     monkeypatch.setattr(traffic, "FALLBACK_BUCKET", elements)
     own = predictions(case)
@@ -272,8 +272,8 @@ def test_small_buckets_of_the_fallback(name: str, elements: int, monkeypatch):
 
 
 def test_formulas_of_a_large_model():
-    """Against the papers: 4 sums of b s h per layer and micro-batch, half of them in the forward pass; ZeRO 1 sends
-    the model's gradients and its weights."""
+    """Against the papers: 4 sums of b s h per layer and micro-batch, half of them in the forward pass. ZeRO 1 sends the
+    model's gradients and its weights."""
     config = resolve(
         {
             "model": {
@@ -298,7 +298,7 @@ def test_formulas_of_a_large_model():
     }
     data = step.by("group", "operation", "dtype")
     gradients, weights = data["data", "reduce_scatter", "fp32"][1] // 4, data["data", "all_gather", "bf16"][1] // 2
-    parameters = (24 * 12 * 2048**2 + 2 * 50304 * 2048) // 2  # matrices of one tensor parallel rank; vectors besides
+    parameters = (24 * 12 * 2048**2 + 2 * 50304 * 2048) // 2  # matrices of one tensor parallel rank. Vectors besides
     assert gradients == weights and parameters < weights < parameters * 1.001
 
 
@@ -313,7 +313,7 @@ def test_a_part_without_a_formula_is_named():
 )
 def test_compressed_gradients(stage: int, precision: str, wire: str, stages: int):
     """The bytes are those of the formulas, and the norm of the first step's gradients shows that they are averaged:
-    rounding to 16 bits changes it by less than 1 %, to 8 bits in a block by at most 2 * 16 / 254; of top_k it is less.
+    rounding to 16 bits changes it by less than 1 %, to 8 bits in a block by at most 2 * 16 / 254. Of top_k it is less.
     """
     name, ranks = "fp32: llama on dp2, ZeRO 2, four micro-batches", 2 * stages
     case = next(case for case in cases() if case.name == name)

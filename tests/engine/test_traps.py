@@ -1,6 +1,6 @@
-"""What DeepSpeed 0.19.8 and torch 2.13 do that would silently go wrong, each beside what is done about it here.
+"""What DeepSpeed 0.19.8 and torch 2.13 do that would silently go wrong, each next to what is done about it here.
 
-A test that fails after an upgrade says that a trap is gone or has changed: then look at what is built around it. Those
+A test that fails after an upgrade says that a trap is gone or has changed: then check what is built around it. Those
 that the configuration refuses are in tests/config/broken. Exact gradient norms and losses on all layouts, which need
 several of the corrections below, are in test_layouts_*.py.
 """
@@ -77,7 +77,7 @@ def clipped_by_deepspeed() -> float:
 
 
 def test_zero_0_does_not_clip_by_the_norm_of_all_stages():
-    """The whole gradient should end with norm 0.01, and is larger; hence `engine.clipping`."""
+    """The whole gradient should end with norm 0.01, and is larger. Hence `engine.clipping`."""
     for norm in run(2, clipped_by_deepspeed):
         assert 0.0102 < norm < 0.1
 
@@ -96,9 +96,7 @@ def two_stages_of_unequal_groups() -> list[float]:
 
 
 def test_stages_may_have_different_groups():
-    """DeepSpeed's ZeRO 1 adds up one group after the other over all stages, and hangs; hence
-    `training.expert_groups`.
-    """
+    """DeepSpeed's ZeRO 1 adds up one group after the other over all stages, and hangs. Hence `training.expert_groups`."""
     expected = runs.plainly(values_of("llama"))
     found = run(4, two_stages_of_unequal_groups)
     assert {(stage, groups) for stage, groups, _ in found} == {(0.0, 3), (1.0, 2)}
@@ -185,7 +183,7 @@ def initialised_type() -> tuple[bool, str, str]:
 
 
 def test_zero_init_rounds_to_bf16_what_it_is_told_to_keep_in_fp32():
-    """Its `dtype` is replaced on devices without fp16 (most CPUs), so that fp32 runs would be in bf16; the options are
+    """Its `dtype` is replaced on devices without fp16 (most CPUs), so that fp32 runs would be in bf16. The options are
     heeded everywhere.
     """
     ((has_fp16, told, configured),) = run(1, initialised_type)
@@ -251,7 +249,7 @@ def head_moves(inside: bool) -> tuple[bool, bool]:
 
 
 def test_what_runs_after_the_last_layer_gets_no_bf16_gradient():
-    """DeepSpeed clears gradients when its backward pass reaches the module's output; so our head computes the loss."""
+    """DeepSpeed clears gradients when its backward pass reaches the module's output. So our head computes the loss."""
     assert run(2, head_moves, False)[1] == (False, True)
     assert run(2, head_moves, True)[1] == (True, True)
 
@@ -278,7 +276,7 @@ def test_stages_exchange_whole_tensors():
 
 
 def groups_after_tied_stages() -> tuple[int, int]:
-    """How many groups this process is in after a pipeline with tied ends; then groups of every axis are made again."""
+    """How many groups this process is in after a pipeline with tied ends. Then groups of every axis are made again."""
     import torch.distributed.distributed_c10d as c10d
 
     before = len(c10d._world.pg_names)
@@ -340,7 +338,7 @@ def test_selective_recomputation_is_wrong_at_zero_3():
 
 
 def with_layers_not_yet_imported(values: dict[str, Any]) -> list[float]:
-    """As in a process of its own, which a run's ranks are; and then a class of modules that is imported later."""
+    """As in a process of its own, which a run's ranks are, and then a class of modules that is imported later."""
     import sys
 
     before = {name: sys.modules.pop(name) for name in [*sys.modules] if name == "megatron.kinds.rwkv.rwkv5"}

@@ -1,5 +1,5 @@
-"""What a step changes: everything that can be reached from an engine is looked at before and after, also what nobody
-has put into a list."""
+"""What a step changes: everything that can be reached from an engine is checked before and after, also what nobody has
+put into a list."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.engine.protocol import NORM, SKIP, Spike
 from tests.training.runs import local_batch, start
 from tests.workers import run
 
-LARGEST = 1_000_000  # elements of a tensor that is looked at: only DeepSpeed's buckets have more
+LARGEST = 1_000_000  # elements of a tensor that is checked: only DeepSpeed's buckets have more
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, Enum)
 # What a step leaves behind that no later step reads, by the whole path without indices where it is reached.
 WRITTEN_ANEW = {
@@ -84,7 +84,7 @@ def differ(one: Any, other: Any) -> bool:
 
 
 def changed(before: dict[str, Any], engine: Any) -> list[str]:
-    """Paths of what is another value now, or new, without what every step writes anew."""
+    """Paths of what is another value now, or new, without what every step writes again."""
     after = dict(walk(engine))
     found = [path for path, value in after.items() if path not in before or differ(before[path], value)]
     names = [re.sub(r"\[\d+\]", "", path) for path in found]

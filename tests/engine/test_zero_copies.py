@@ -27,7 +27,7 @@ def without(names: list[str], values: dict, ranks: int) -> tuple:
 
 @pytest.mark.parametrize("limit", [1e-3, 1e3], ids=["clipped", "not clipped"])
 def test_the_same_bits(limit: float):
-    """Of losses, norms, the evaluation with other weights in their place, and masters; the norm is that of fp64 but for
+    """Of losses, norms, the evaluation with other weights in their place, and masters. The norm is that of fp64 but for
     the roundings of fp32, so that where it decides about nothing the run is bit for bit DeepSpeed's."""
     case = next(case for case in cases() if case.name == NAME)
     values = overlay(case.values, {"optimizer": {"gradient_clipping": limit}})
@@ -43,7 +43,7 @@ def test_the_same_bits(limit: float):
 
 
 def addresses(values: dict, ranks: int) -> tuple[list, list, list]:
-    """Of the part of the weights that the rank updates, of its masters, and of the gradients in each of two steps; and
+    """Of the part of the weights that the rank updates, of its masters, and of the gradients in each of two steps, and
     bytes that a file of DeepSpeed's would have of the masters and their own."""
     config, engine = runs.start(values, ranks)
     zero, gradients = engine.deepspeed.optimizer, list[list[int]]()

@@ -84,7 +84,7 @@ def test_a_package_that_is_not_there(tmp_path, monkeypatch):
 
 
 def test_patterns_are_the_tasks_that_they_match(tmp_path):
-    """Each once: what is in a group is not named beside it."""
+    """Each once: what is in a group is not named next to it."""
     (tmp_path / "group.yaml").write_text(yaml.safe_dump({"group": "deepy_all", "task": ["deepy_copy", "deepy_cloze"]}))
     index = manager((str(tmp_path),), defaults=False)
     assert tasks_of_request(Request("deepy_*"), index) == [

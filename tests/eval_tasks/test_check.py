@@ -98,7 +98,7 @@ def test_tasks_that_cannot_be_run(folder, names, options, parts):
 
 
 def test_contexts_are_cut_if_the_user_says_so(folder):
-    """As lm_eval's Hugging Face model cuts them; what is predicted must fit all the same."""
+    """As lm_eval's Hugging Face model cuts them. What is predicted must fit all the same."""
     truncate = {"evaluation": {"truncate": True}}
     assert said(folder, "long_context,cut_generation", **truncate) == []
     assert said(folder, "examples", "--few-shot", "2", **truncate) == []
@@ -106,7 +106,7 @@ def test_contexts_are_cut_if_the_user_says_so(folder):
 
 
 def test_all_at_once_and_for_a_run(folder):
-    """A run's own tasks are looked at in the same way, with the folders of the configuration."""
+    """A run's own tasks are checked in the same way, with the folders of the configuration."""
     assert len(said(folder, "lost,long_answer,fits,long_context")) == 3
     tasks = [{"name": "lost"}, {"name": "long_context", "limit": 1}, {"name": "long_answer", "every": 0}]
     evaluation = {"tasks": tasks, "task_folders": [str(folder / "tasks")]}
@@ -157,7 +157,7 @@ def forget_merges(content: dict) -> None:
 
 
 def test_a_tokenizer_that_is_not_the_runs(folder):
-    """Ids of another order, other merges, more or fewer ids; a file that is only written differently is the same."""
+    """Ids of another order, other merges, more or fewer ids. A file that is only written differently is the same."""
     assert META == META_NAME
     checkpoints = folder / "checkpoints"
     for change, parts in (
@@ -181,7 +181,7 @@ def test_a_tokenizer_that_is_not_the_runs(folder):
 
 
 def test_a_tokenizer_that_did_not_make_the_data_or_the_exported_model(folder, tmp_path):
-    """Of a run without a tokenizer its token files know; a Hugging Face folder has its own."""
+    """Of a run without a tokenizer its token files know. A Hugging Face folder has its own."""
     own = config(folder)
     manifest = Manifest({"name": "made.json", "hash": "0" * 64}, 1, 1, 1, "uint16", "", "")
     manifest.write(tmp_path / "text")

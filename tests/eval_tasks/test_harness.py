@@ -24,7 +24,7 @@ from megatron.training.world import World
 from tests.eval_tasks.models import KINDS, LENGTH, settings, write_checkpoint
 from tests.workers import run
 
-REQUESTS = (  # a few documents of each kind of request; contexts longer and shorter than the model
+REQUESTS = (  # a few documents of each kind of request. Contexts longer and shorter than the model
     Request("deepy_arithmetic", 2, 3),
     Request("deepy_induction", None, 3),
     Request("deepy_cloze", None, 4),
@@ -70,7 +70,7 @@ def library_of(folder: Path):
 
 
 def on_layout(kind: str, folder, ranks: int, layout: dict):
-    """The harness through our adapter, on every rank of a layout; results on rank 0."""
+    """The harness through our adapter, on every rank of a layout. Results on rank 0."""
     import torch
 
     device = torch.device("cpu")
@@ -154,5 +154,5 @@ def test_answers_are_those_of_the_harness_on_the_exported_model(kind, layout, by
 
 
 def _pairs(response):
-    """[(log-likelihood, greedy)] of each request of a document; a rolling one has no second part."""
+    """[(log-likelihood, greedy)] of each request of a document. A rolling one has no second part."""
     return [[answer if isinstance(answer, (tuple, list)) else (answer,)] for (answer,) in response]

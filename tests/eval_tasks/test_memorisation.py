@@ -1,4 +1,5 @@
-"""What a model recites: scores as transformers' greedy text gives them, on layouts, in a job that stops and goes on."""
+"""What a model recites: scores as transformers' greedy text gives them, on layouts, in a job that stops and
+continues."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def recitals(folder: Path, rows: list[tuple[int, ...]], ranks: int, layout: dict
 
 @pytest.fixture(scope="module")
 def recited(tmp_path_factory):
-    """A checkpoint; rows that its greedy text agrees with more and less; and the share of each that is right, as
+    """A checkpoint. Rows that its greedy text agrees with more and less, and the share of each that is right, as
     transformers' own `generate` has it."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -99,7 +100,7 @@ LAYOUT = ["parallel.tensor=2", "training.global_batch_size=8"]
 
 
 def extract(folder: str, ranks: int, words: list[str], overrides: list[str], part: int = 16) -> str:
-    """extract.py on this worker's ranks; what it refuses, if it does."""
+    """extract.py on this worker's ranks. What it refuses, if it does."""
     import torch
 
     from megatron.checkpoint import SOLO, GroupCommunicator
@@ -139,7 +140,7 @@ def rows_of(folder: Path) -> list[dict]:
 
 
 def test_a_job_on_two_layouts_that_goes_on(trained):
-    """Places and documents are those of the run's provenance; a part that is lost is made again, and only that one."""
+    """Places and documents are those of the run's provenance. A part that is lost is made again, and only that one."""
     from megatron.data.provenance import Provenance, run_config
 
     words = ["--steps", "0:8", "--context", "4", "--continuation", "3", "--all-checkpoints"]

@@ -25,7 +25,7 @@ WORDS = ["--needles", "130,200", "--depths", "0,50,100", "--needle-texts", "2"]
 
 
 class Reader:
-    """Knows the number that a text says last, if it stands in the last `memory` tokens; else it knows nothing."""
+    """Knows the number that a text says last, if it stands in the last `memory` tokens. Else it knows nothing."""
 
     def __init__(self, memory: int) -> None:
         self.memory = memory
@@ -60,7 +60,7 @@ def test_texts_are_as_long_as_they_shall_be_and_say_the_number_once() -> None:
 
 
 def test_readers_of_known_memory() -> None:
-    """One that reads everything finds every needle; one that reads the last 300 tokens those that stand there."""
+    """One that reads everything finds every needle. One that reads the last 300 tokens those that stand there."""
     tokenizer, lengths, depths = BytesTokenizer(), (200, 800), (0.0, 50.0, 100.0)
     assert all(cell.found == cell.chosen == 1.0 for cell in needles(Reader(10**6), tokenizer, lengths, depths, 4))
     cells = needles(Reader(300), tokenizer, lengths, depths, 4)

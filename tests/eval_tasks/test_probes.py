@@ -1,4 +1,4 @@
-"""Losses of single texts during a run: those of a plain pass over the checkpoint, on layouts; bad files are refused."""
+"""Losses of single texts during a run: those of a plain pass over the checkpoint, on layouts. Bad files are refused."""
 
 from __future__ import annotations
 

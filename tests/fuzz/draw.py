@@ -1,6 +1,6 @@
 """Random configurations over all kinds of layers and their options, random layouts, and random mistakes.
 
-All a function of a seed. What a draw gives may contradict a rule; `legal` then draws again.
+All a function of a seed. What a draw gives may contradict a rule. `legal` then draws again.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def mutation(draw: random.Random, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(values: dict[str, Any], ranks: int) -> str | None:
-    """Why a configuration is refused; None if it is not."""
+    """Why a configuration is refused. None if it is not."""
     try:
         resolve(values, ranks=ranks)
     except ConfigError as error:
@@ -205,7 +205,7 @@ def _drawn(draw: random.Random) -> dict[str, Any]:
 
 
 def _pattern(draw: random.Random) -> str:
-    """Two to four blocks; the first experts are a variant, whose router sees no state of a router before it."""
+    """Two to four blocks. The first experts are a variant, whose router sees no state of a router before it."""
     return " ".join(_block(draw) for _ in range(draw.randint(2, 4))).replace("moe", "moe@first", 1)
 
 
@@ -260,7 +260,7 @@ def _moe(draw: random.Random) -> dict[str, Any]:
 
 
 def _router(draw: random.Random) -> dict[str, Any]:
-    """What sinkhorn and expert_choice choose, and jitter's share of it, depend on the micro-batch: left out."""
+    """What sinkhorn and expert_choice choose, and jitter's share of it, depend on the micro-batch: omitted."""
     own = {
         "score": draw.choice(["softmax", "sigmoid"]),
         "normalize": draw.random() < 0.5,

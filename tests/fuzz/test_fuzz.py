@@ -1,11 +1,11 @@
-"""Random configurations on random layouts give the numbers of one process; random mistakes are refused or train.
+"""Random configurations on random layouts give the numbers of one process. Random mistakes are refused or train.
 
-The seed of each pair is its number, so a miss can be run again:
-`pytest -m "" "tests/fuzz/test_fuzz.py::test_pair[17]"`.
-How far a layout may be off follows from what rounding does to one process. Some models turn half a last digit of a
-weight into a thousandth of a gradient norm two steps later; so a miss is followed by runs of one process with such
-weights, and a layout that is off by no more than ten times as much as these, in each step, is not to blame. What is
-reported then still has a control beside it: the same configuration in one process with other micro-batches.
+The seed of each pair is its number, so a miss can be run again: `pytest -m ""
+"tests/fuzz/test_fuzz.py::test_pair[17]"`. How far a layout may be off follows from what rounding does to one process.
+Some models turn half a last digit of a weight into a thousandth of a gradient norm two steps later. So a miss is
+followed by runs of one process with such weights, and a layout that is off by no more than ten times as much as these,
+in each step, is not to blame. What is reported then still has a control next to it: the same configuration in one
+process with other micro-batches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHARED = 40  # pairs on ranks that share sequences
 COMPILED = 40  # whose layers, or parts of them, are compiled
 Cut = tuple[dict[str, Any], int]  # a layout, and how many ranks it has
 SHAKEN = 6  # runs of one process with weights that differ in their last digit
-LOSS = NORM = 1e-5  # beside ten times what rounding does to one process
+LOSS = NORM = 1e-5  # next to ten times what rounding does to one process
 
 
 def pairs() -> list:
@@ -58,7 +58,7 @@ def within_the_spread(values: dict[str, Any], one, exact, losses, norms) -> bool
 
 @pytest.mark.parametrize("seed", pairs())
 def test_pair(seed: int, tmp_path: Path):
-    """Begun on one layout, ended on another from a random step on; the start and what is handed over bit for bit."""
+    """Begun on one layout, ended on another from a random step on. The start and what is handed over bit for bit."""
     draw, values = random.Random(seed), configuration(seed)
     first, second = (layout(draw, values) for _ in range(2))
     check(values, first, second, draw.randint(1, STEPS - 1), tmp_path)
@@ -66,7 +66,7 @@ def test_pair(seed: int, tmp_path: Path):
 
 @pytest.mark.parametrize("seed", [pytest.param(each, marks=[pytest.mark.slow] * (each > 0)) for each in range(SHARED)])
 def test_pair_with_shared_sequences(seed: int, tmp_path: Path):
-    """Begun and ended where ranks share sequences, by other methods, cuts and chunks; half of the stacks have no layer
+    """Begun and ended where ranks share sequences, by other methods, cuts and chunks. Half of the stacks have no layer
     that needs the token before, so that cuts may be zigzag."""
     values = configuration(4000 + seed, without=("mamba", "rwkv", "delta", "cca") if seed % 2 else ())
     values, draw = merged(values, {"training": {"sequence_length": 24}}), random.Random(4000 + seed)
@@ -145,7 +145,7 @@ def short_run(values: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize("seed", pairs()[:20])
 def test_mistakes_are_refused_or_train(seed: int):
-    """Five mistakes in each configuration: a sentence with the key, or a step with a loss; never another exception."""
+    """Five mistakes in each configuration: a sentence with the key, or a step with a loss. Never another exception."""
     draw, values = random.Random(1000 + seed), configuration(seed)
     for _ in range(5):
         changed = mutation(draw, values)

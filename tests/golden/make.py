@@ -2,8 +2,8 @@
 
     python -m tests.golden.make FOLDER
 
-`cases.json.gz` has the inputs of each case (what a user gives), so that it stands on no other file; `resolved.json.gz`
-every resolved value with its origin, in order; `models.json.gz` every logical tensor with its shape, role, shard and
+`cases.json.gz` has the inputs of each case (what a user gives), so that it stands on no other file. `resolved.json.gz`
+every resolved value with its origin, in order. `models.json.gz` every logical tensor with its shape, role, shard and
 weighted sums of its initial values. Names, shapes and shards are compared exactly. Initial values come from functions
 whose last bit may differ between processors, so their sums are compared to six digits.
 """

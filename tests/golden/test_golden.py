@@ -30,7 +30,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", RESOLVED)
 def test_resolved_configurations_are_equal(name):
-    """In values, origins and order; keys that came later are left out."""
+    """In values, origins and order. Keys that came later are omitted."""
     wanted = [
         [key, value, NOW_DERIVED.get(key, origin) if origin == "default" else origin]
         for key, value, origin in RESOLVED[name]
@@ -43,7 +43,7 @@ def test_resolved_configurations_are_equal(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_equal(name):
-    """In names, order, shapes, roles, shards and types; sums of initial values to six digits."""
+    """In names, order, shapes, roles, shards and types. Sums of initial values to six digits."""
     found, wanted = make.tensors(CASES[name]), MODELS[name]
     assert [tensor[:-1] for tensor in found] == [tensor[:-1] for tensor in wanted]
     for (tensor, *_, sums), (*_, old) in zip(found, wanted):
@@ -64,7 +64,7 @@ def test_an_old_resolved_configuration_is_read(old_run):
 
 
 def test_an_old_checkpoint_is_resumed(old_run, tmp_path):
-    """Steps 3 to 5 from the checkpoint after step 2, against what the old code did; every family of kinds is in it."""
+    """Steps 3 to 5 from the checkpoint after step 2, against what the old code did. Every family of kinds is in it."""
     old = make.read("run")
     (tmp_path / "run.yml").write_text(yaml.safe_dump(old["values"]))
     command = [sys.executable, "deepy.py", "train.py", tmp_path / "run.yml", f"run.dir={old_run}", "launch.ranks=1"]

@@ -1,4 +1,4 @@
-"""Packages of kernels give what torch gives, in bf16, as near to float64; with documents and without."""
+"""Packages of kernels give what torch gives, in bf16, as near to float64. With documents and without."""
 
 from __future__ import annotations
 

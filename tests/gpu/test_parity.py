@@ -84,7 +84,7 @@ def exact_products():
 
 @pytest.mark.parametrize("architecture", MATRIX["architectures"])
 def test_gradients_are_those_of_the_cpu(architecture: str) -> None:
-    """In fp32 as near to float64 as the CPU, where ten times allow for another order of the sums; the same compiled."""
+    """In fp32 as near to float64 as the CPU, where ten times allow for another order of the sums. The same compiled."""
     wanted = computed(settings(architecture, compile="off"), "cpu", DOUBLE)
     spread = 10 * error(computed(settings(architecture, compile="off"), "cpu", torch.float32), wanted)
     for mode in ("off", "layer"):
@@ -105,7 +105,7 @@ def test_bf16_is_as_near_as_on_the_cpu(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", MATRIX["architectures"])
 def test_a_run_starts_from_the_same_weights(architecture: str) -> None:
-    """Draws are integers of a key; what is made of them may differ in the last place."""
+    """Draws are integers of a key. What is made of them may differ in the last place."""
     config = settings(architecture)
     there, here = (build_model(config, device=device).state_dict() for device in ("cuda", "cpu"))
     for name, value in here.items():

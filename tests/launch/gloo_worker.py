@@ -1,6 +1,6 @@
 """Ranks that really talk to each other: all-reduce in a loop, stop together when any of them is told to, "save", end.
 
-argv: `steps N` ends by itself; `loop` runs until a signal. Every rank leaves notes named after it.
+argv: `steps N` ends by itself. `loop` runs until a signal. Every rank leaves notes named after it.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _PROGRAMS = ("ip", "unshare", "nsenter", "/usr/sbin/sshd", "ssh", "ssh-keygen", 
 
 
 def why_not(*programs: str) -> str | None:
-    """Why such hosts cannot be made here, or do not have some programs; None if they can and have."""
+    """Why such hosts cannot be made here, or do not have some programs. None if they can and have."""
     if os.geteuid() != 0:
         return "needs root, to make hosts of namespaces"
     if missing := [each for each in (*_PROGRAMS, *programs) if not shutil.which(each)]:
@@ -58,7 +58,7 @@ def wait_for(what: Callable[[], bool], seconds: float, otherwise: Callable[[], o
     """Wait until something is true.
 
     Raises:
-        AssertionError: it did not come true in time; with what `otherwise` tells of it.
+        AssertionError: it did not come true in time. With what `otherwise` tells of it.
     """
     end = time.monotonic() + seconds
     while not what():

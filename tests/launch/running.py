@@ -1,4 +1,4 @@
-"""Starting deepy.py from tests, and looking at what it leaves."""
+"""Starting deepy.py from tests, and checking what it leaves."""
 
 from __future__ import annotations
 

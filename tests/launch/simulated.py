@@ -1,4 +1,4 @@
-"""Ranks that run a program of collectives in memory, until nobody can go on: what really holds them up is known."""
+"""Ranks that run a program of collectives in memory, until nobody can continue: what really holds them up is known."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _program(rank: int, tensor: int, steps: int) -> list[Line]:
 
 
 def _inject(draw, kind, members, guilty, step, groups, hosts) -> tuple[set[int], set[int]]:
-    """Change the guilty rank's program; returns who is at fault, and ranks behind a cut cable."""
+    """Change the guilty rank's program. Returns who is at fault, and ranks behind a cut cable."""
     lines = members[guilty].lines
     calls = [index for index, line in enumerate(lines) if line.step == step and len(groups.get(line.group, ())) > 1]
     if kind in ("stopped", "loop"):
@@ -114,8 +114,8 @@ def _inject(draw, kind, members, guilty, step, groups, hosts) -> tuple[set[int],
 
 
 def _run(members: list[Member], groups: dict[str, list[int]], cut: set[int]) -> None:
-    """Until nobody can go on. Members meet in the n-th call of a group; what does not agree, or would have to cross a
-    cut cable (from the second step on), never ends."""
+    """Until nobody can continue. Members meet in the n-th call of a group. What does not agree, or would have to cross
+    a cut cable (from the second step on), never ends."""
     moved = True
     while moved:
         moved = False

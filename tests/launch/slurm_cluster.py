@@ -39,7 +39,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontr
 
 
 class Slurm:
-    """Daemons in a `Cluster`. A context manager; `environment` makes clients find them."""
+    """Daemons in a `Cluster`. A context manager. `environment` makes clients find them."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.folder = cluster, cluster.folder / "slurm"

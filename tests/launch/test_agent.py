@@ -73,7 +73,7 @@ def test_what_a_rank_is_given(tmp_path):
         assert each["session"] == each["pid"]
         assert not os.path.exists(env["JOB_CONFIG"]), "the private file must go with the run"
     assert len({each["environment"]["MASTER_PORT"] for each in given}) == 1
-    # Only rank 0 speaks, each stream on its own; everybody has a log.
+    # Only rank 0 speaks, each stream on its own. Everybody has a log.
     assert out == "hello from 0\n"
     assert "error of 0" in error and "error of 1" not in error
     assert all(f"hello from {rank}" in job.log(rank) and f"error of {rank}" in job.log(rank) for rank in range(3))

@@ -422,7 +422,7 @@ def test_secrets_are_neither_taken_nor_shown(place, capsys):
 
 
 def test_a_job_that_was_queued_again_is_no_first_start(place, monkeypatch):
-    """Its ranks must go on from their own newest checkpoint, even where checkpoint.resume names another or none."""
+    """Its ranks must continue from their own newest checkpoint, even where checkpoint.resume names another or none."""
     plan = make_plan("train.py", ["a.yml"], ["launch.ranks=2"], {})
     assert restarted(plan, 0).environment["JOB_ATTEMPT"] == "0"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")

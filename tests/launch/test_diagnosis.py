@@ -13,7 +13,7 @@ EXPECTED = {  # what each fault is called
     "loop": {"busy"},
     "disk": {"busy"},
     "read": {"busy"},
-    "skipped": {"skipped", "mismatch"},  # a call that is left out makes the next one another than that of the others
+    "skipped": {"skipped", "mismatch"},  # a call that is omitted makes the next one another than that of the others
     "shapes": {"mismatch"},
     "deadlock": {"deadlock"},
     "cable": {"network"},
@@ -36,7 +36,7 @@ def test_the_culprit_is_named(kind):
 
 
 def rank(number: int, *, host: str = "node1", inside: dict | None = None, **more) -> dict:
-    """What an agent tells of a rank; `inside` has what it calls in a group of ranks 0-3."""
+    """What an agent tells of a rank. `inside` has what it calls in a group of ranks 0-3."""
     call = {"key": "d", "name": "the data group", "members": "0-3", "operation": "all_reduce", "elements": 8}
     call |= {"number": 1233, "peer": -1, "new": False, "inside": inside is not None, "age": 312.0, **(inside or {})}
     place = {"rank": number, "pid": 1, "state": "waiting", "step": 7, "phase": "reduce", "age": 320.0, "limit": 180.0}

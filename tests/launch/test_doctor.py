@@ -215,7 +215,7 @@ def test_a_slow_host_is_named_beside_the_others_rate():
 @pytest.mark.hosts
 @pytest.mark.skipif(not own_network(), reason="needs root, for network namespaces")
 def test_a_slow_network_between_real_hosts_is_named(tmp_path, monkeypatch):
-    """Three hosts made of namespaces; what is sent to the second comes with 20 Mbit/s."""
+    """Three hosts made of namespaces. What is sent to the second comes with 20 Mbit/s."""
     monkeypatch.chdir(tmp_path)
     with TrialHosts(3) as hosts:
         choice = RunnerChoice("trial", tuple(Host(name, (0,)) for name in hosts.names), "a test")

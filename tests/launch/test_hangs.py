@@ -1,4 +1,5 @@
-"""Training hangs for real, on gloo: the launcher names the rank at fault, keeps the stacks, and goes on from there."""
+"""Training hangs for real, on gloo: the launcher names the rank at fault, keeps the stacks, and continues from
+there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--status and --stacks of a run that cannot answer; those that can are in test_hangs.py."""
+"""--status and --stacks of a run that cannot answer. Those that can are in test_hangs.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.paths import ROOT
 
 
 def note(folder: Path, **changes: object) -> str:
-    """What a launcher leaves in the run's folder; the name of its socket."""
+    """What a launcher leaves in the run's folder. The name of its socket."""
     name = f"deepy-{secrets.token_hex(16)}"
     told = {"host": socket.gethostname(), "process": 1, "socket": name, "started": time.time(), **changes}
     (folder / FILE).write_text(json.dumps(told))

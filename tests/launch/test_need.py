@@ -98,7 +98,7 @@ def test_rank_0_keeps_silent_of_the_device_that_was_told_alone(monkeypatch):
 
 
 def test_an_interrupt_while_it_is_said_ends_the_launcher(plan, tmp_path, monkeypatch, capsys):
-    """The process that says it sends the launcher what Ctrl-C sends, and goes on."""
+    """The process that says it sends the launcher what Ctrl-C sends, and continues."""
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nkill -INT $PPID\nexec sleep 60\n")
     program.chmod(0o755)
@@ -110,7 +110,7 @@ def test_an_interrupt_while_it_is_said_ends_the_launcher(plan, tmp_path, monkeyp
 
 
 def test_what_does_not_fit(tmp_path, capsys):
-    """Pythia 12B on one device; from its newest checkpoint on."""
+    """Pythia 12B on one device. From its newest checkpoint on."""
     (tmp_path / "run" / "checkpoints" / "step_00000040").mkdir(parents=True)
     words = [
         "training.steps=100",

@@ -54,7 +54,7 @@ def test_what_there_is_no_counterpart_of(words, says):
 
 
 def test_eval_is_evaluate(tmp_path, monkeypatch):
-    """GPT-NeoX's eval.py: evaluate.py beside it or the project's, unless the user has a script of that name."""
+    """GPT-NeoX's eval.py: evaluate.py next to it or the project's, unless the user has a script of that name."""
     monkeypatch.chdir(tmp_path)
     words = ["a.yml", "--eval_tasks", "piqa", "sciq", "--eval_results_prefix", "out/x"]
     script, *others, output = translated(["eval.py", *words])
@@ -72,7 +72,7 @@ def deepy(folder, *words: str) -> subprocess.CompletedProcess:
 
 
 def test_the_command(tmp_path):
-    """With the folder before or after the script; what is wrong ends with status 2 and says what to do."""
+    """With the folder before or after the script. What is wrong ends with status 2 and says what to do."""
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "tiny.yml").write_text(f"extends: {ROOT / 'configs' / 'test' / 'tiny_neox.yml'}\n")
     (tmp_path / "conf" / "more.yml").write_text("training: {steps: 77}\n")

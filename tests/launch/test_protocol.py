@@ -93,7 +93,7 @@ def test_another_version_is_refused(monkeypatch):
 
 
 def _standard_output(monkeypatch):
-    """Put something in the place of sys.stdout; returns what has been written to it, when called."""
+    """Put something in the place of sys.stdout. Returns what has been written to it, when called."""
 
     class Sink(io.StringIO):
         buffer = property(lambda self: self)

@@ -1,6 +1,6 @@
 """Several hosts for real: namespaces with their own sshd, and every way of starting ranks on them.
 
-Only as root with the programs in place (tests/launch/debian-packages, which .ci/run installs); skipped with the reason
+Only as root with the programs in place (tests/launch/debian-packages, which .ci/run installs). Skipped with the reason
 elsewhere. The ranks of these tests only talk to each other; tests/launch/test_real_training.py trains.
 """
 
@@ -19,7 +19,7 @@ from .host_job import looping, skip_without
 from .namespaces import PORT, Cluster, wait_for
 
 pytestmark = [pytest.mark.hosts, pytest.mark.limit(600)]
-# Every runner starts, and is told to stop, in `make test`; how the others take a death waits for `-m slow`.
+# Every runner starts, and is told to stop, in `make test`. How the others take a death waits for `-m slow`.
 RUNNERS = ["ssh", *(pytest.param(name, marks=pytest.mark.slow) for name in ("openmpi", "pdsh", "mpich"))]
 
 
@@ -111,7 +111,7 @@ def test_a_whole_host_dies(hosts_work, tmp_path, jobs):
 
 
 def test_the_ssh_server_of_the_containers(cluster, tmp_path, jobs):
-    """tools/sshd, as in a container without a server, on another port; a run goes through it."""
+    """tools/sshd, as in a container without a server, on another port. A run goes through it."""
     port = PORT + 1
     home = tmp_path / "home"
     home.mkdir()

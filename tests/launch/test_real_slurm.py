@@ -72,7 +72,7 @@ def test_a_batch_job_is_warned_saves_and_is_queued_again(slurm, tmp_path, sent_b
     """The whole cycle: job script, submission, warning before the end, save, requeue, second start, end.
 
     Slurm may warn up to a minute before it was asked to, so a job of a minute can be warned before it is up. We send
-    the same signal the same way once it is; the other case waits for Slurm's own, for minutes.
+    the same signal the same way once it is. The other case waits for Slurm's own, for minutes.
     """
     notes = tmp_path / "notes"
     notes.mkdir()

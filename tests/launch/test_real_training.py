@@ -109,7 +109,7 @@ def slow(way: str):
     ],
 )
 def test_whatever_starts_the_ranks_the_losses_are_those_of_one_host(request, cluster, reference, tmp_path, jobs, way):
-    """Tensor parallel within a host, data parallel across; every loss equal, to the last digit."""
+    """Tensor parallel within a host, data parallel across. Every loss equal, to the last digit."""
     skip_without("openmpi" if way.startswith("mpirun") else way)
     hosts(tmp_path, 2, 2)
     slurm = way in ("salloc", "srun alone")
@@ -164,7 +164,7 @@ def test_a_killed_rank_and_a_restart_change_nothing(cluster, reference, tmp_path
 def test_the_run_goes_on_with_the_hosts_that_are_left(hosts_work, reference, tmp_path, jobs, act):
     """A host dies, or its cable is cut: data parallel on the hosts that are left, the same global batch, the same data.
 
-    Three hosts of one rank each become two; or two hosts of two ranks, tensor parallel, become one.
+    Three hosts of one rank each become two, or two hosts of two ranks, tensor parallel, become one.
     """
     number, slots, tensor = (3, 1, 1) if act == "kill" else (2, 2, 2)
     lost = f"node{number}"

@@ -25,7 +25,7 @@ SOON = timedelta(seconds=300)
 
 
 def listening(port: int) -> set[str]:
-    """Addresses, as the kernel writes them, on which this process listens on a port; others may do so elsewhere."""
+    """Addresses, as the kernel writes them, on which this process listens on a port. Others may do so elsewhere."""
     own, found = set(), set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -140,7 +140,7 @@ THEIRS = 'dist.init_process_group("gloo", timeout=timedelta(seconds=300))\nrank 
 
 @pytest.mark.parametrize("enter", [OURS, THEIRS], ids=["ours", "torch's own"])
 def test_what_ranks_of_one_host_listen_on(tmp_path, enter):
-    """No socket of a run on one machine can be reached from another; a script with torch's own store runs too."""
+    """No socket of a run on one machine can be reached from another. A script with torch's own store runs too."""
     (tmp_path / "a.yml").write_text(CONFIG)
     (tmp_path / "script.py").write_text(SCRIPT.format(enter=enter.format(root=str(ROOT))))
     command = [sys.executable, str(ROOT / "deepy.py"), "--ranks", "2", "script.py", "a.yml", "launch.device=cpu"]

@@ -1,4 +1,4 @@
-"""Training that loses a rank goes on by itself, and ends where an undisturbed run ends."""
+"""Training that loses a rank continues by itself, and ends where an undisturbed run ends."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def failed(
 
 
 def answers(*results: Result, allowed: int = 9) -> list[str | None]:
-    """The reason after each failure; a restart follows each None."""
+    """The reason after each failure. A restart follows each None."""
     restarts, said = Restarts(allowed), []
     for each in results:
         said.append(restarts.refusal(each))

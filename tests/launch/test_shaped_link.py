@@ -60,7 +60,7 @@ def test_the_table_is_faster_and_sends_less(tuned):
         point = next(each for each in found["points"] if (each["operation"], each["size"]) == (operation, 2**20))
         ratios = [a / b for a, b in zip(point["rounds"]["backend"], point["rounds"][name])]
         assert statistics.median(ratios) > 1, (operation, ratios)
-        # headers and answers of TCP come to less than a tenth; a reduce-scatter of gloo's is an all-reduce
+        # headers and answers of TCP come to less than a tenth. A reduce-scatter of gloo's is an all-reduce
         twice = 2 if (operation, name) == ("reduce_scatter", "two_level") else 1
         assert 1 <= point["link"][name] / point["crossing"][name] / twice < 1.1, point
         assert point["link"]["backend"] > 1.4 * point["link"][name], point

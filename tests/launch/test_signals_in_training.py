@@ -1,4 +1,4 @@
-"""A real run, real signals: each of them saves, ends the run with its status, and the next start goes on."""
+"""A real run, real signals: each of them saves, ends the run with its status, and the next start continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.paths import ROOT
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen]]:
-    """Starts a run that does not end by itself; what a test that failed has left is killed."""
+    """Starts a run that does not end by itself. What a test that failed has left is killed."""
     started: list[subprocess.Popen] = []
 
     def begin(folder: Path, *before: str) -> subprocess.Popen:

@@ -64,7 +64,7 @@ def test_the_last_hosts_are_kept_back(tmp_path):
 
 
 def test_a_spare_has_the_ranks_of_the_host_that_was_lost(tmp_path, capsys):
-    """At its place in their order; where no spare is left, the run goes on with fewer hosts."""
+    """At its place in their order. Where no spare is left, the run continues with fewer hosts."""
     plan = plan_of(tmp_path, 2, 2, 4, 2, spares=2)
     first = after_losing(plan, "node1")
     assert names(first) == ["node3", "node2"] and first.choice.hosts[0].slots == (0, 1), "as many slots"
@@ -132,7 +132,7 @@ def test_a_host_that_the_plan_does_not_know_is_named(tmp_path):
 @pytest.mark.slow
 @pytest.mark.limit(900)
 def test_a_spare_takes_over_with_what_the_neighbour_has(hosts_work, reference, tmp_path, jobs):  # noqa: F811
-    """A host dies whose state its neighbour's memory has: the spare goes on from there, equal to the last digit."""
+    """A host dies whose state its neighbour's memory has: the spare continues from there, equal to the last digit."""
     with Cluster(tmp_path / "cluster", ["node1", "node2", "node3"]) as cluster:
         hostfile(tmp_path, 1, 1, 1)
         levels = "checkpoint.levels=[{place: memory, every: 2, neighbours: 1}]"

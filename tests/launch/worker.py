@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the launcher. The first argument says what; events go to files named by rank."""
+"""What ranks do in the tests of the launcher. The first argument says what. Events go to files named by rank."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _listen() -> list[int]:
 
 
 def trainer() -> None:
-    """Runs until a signal says stop; then "saves" and ends with 128 + n, as a trainer does."""
+    """Runs until a signal says stop. Then "saves" and ends with 128 + n, as a trainer does."""
     received = _listen()
     while not received:
         time.sleep(0.01)
@@ -103,7 +103,7 @@ def stubborn() -> None:
 
 
 def reacts() -> None:
-    """Rank 1 dies by SIGKILL; the others notice and end with 77, as peers of a broken collective do."""
+    """Rank 1 dies by SIGKILL. The others notice and end with 77, as peers of a broken collective do."""
     note("up", os.getpid())
     if RANK == "1":
         time.sleep(0.3)
@@ -131,7 +131,7 @@ def complains() -> None:
 
 
 def raises() -> None:
-    """Rank 2 raises; rank 0 raises later, because its peer went away; the rest wait."""
+    """Rank 2 raises. Rank 0 raises later, because its peer went away. The rest wait."""
     if RANK == "0":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     note("up", os.getpid())
@@ -189,7 +189,7 @@ def flaky() -> None:
 
 
 def refuses() -> None:
-    """One rank says why and ends, without a traceback; the others end well."""
+    """One rank says why and ends, without a traceback. The others end well."""
     if RANK == sys.argv[2]:
         print("the reason, in a sentence", file=sys.stderr)
         sys.exit(2)
@@ -201,7 +201,7 @@ def exits() -> None:
 
 
 def hanger() -> None:
-    """Tells where it is; in the first attempt rank 1 is stopped in its third step, and rank 0 waits for it."""
+    """Tells where it is. In the first attempt rank 1 is stopped in its third step, and rank 0 waits for it."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from megatron.worker.beacon import FORWARD, REDUCE, Beacon
 
@@ -222,7 +222,7 @@ def hanger() -> None:
 
 
 def stopped_agent() -> None:
-    """The rank stops its agent, and goes on."""
+    """The rank stops its agent, and continues."""
     os.kill(os.getppid(), signal.SIGSTOP)
     note("stopped")
     time.sleep(1000)

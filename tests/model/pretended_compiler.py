@@ -1,6 +1,6 @@
 """A program: has inductor make the kernels of small models for a GPU that is not there, and prints how many, as JSON.
 
-Traces, passes, loops and their fusion are inductor's own for an H100; what would need the GPU, or Triton, is the text
+Traces, passes, loops and their fusion are inductor's own for an H100. What would need the GPU, or Triton, is the text
 of the kernels, which is not written. The compiled functions give results without values.
 """
 
@@ -94,7 +94,7 @@ def pretend_a_gpu() -> None:
     let_torch_handle_cuda_tensors()
 
     def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **more: Any) -> Any:
-        if outputs[0].device.type != DEVICE:  # of a pattern that inductor looks for
+        if outputs[0].device.type != DEVICE:  # of a pattern that inductor searches for
             return engine(outputs, inputs, grad_outputs, **more)
         return gradients_of(outputs, inputs, grad_outputs)
 
@@ -112,7 +112,7 @@ def pretend_a_gpu() -> None:
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, attn_mask: Tensor | None, **_: Any) -> Tensor:
-    """What torch takes on a GPU; one built without CUDA would write attention out."""
+    """What torch takes on a GPU. One built without CUDA would write attention out."""
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
@@ -176,10 +176,10 @@ def boxed(graph: GraphModule) -> Callable:
 
 
 def compile_model(file: str) -> Found:
-    """Forward pass of two samples; backward passes are compiled with it.
+    """Forward pass of two samples. Backward passes are compiled with it.
 
     Args:
-        file: of a configuration; after a +, one of `VARIANTS`.
+        file: of a configuration. After a +, one of `VARIANTS`.
     """
     config = configuration(file)
     found = Found(choose_compilation(config, DEVICE)[0])
@@ -207,7 +207,7 @@ def compile_model(file: str) -> Found:
             sizes = {"positions": (2, length), "documents": (2, length), "samples": (2,)}
             channels = {name: zeros(*size) for name, size in sizes.items() if getattr(model.form, name)}
             model.stream(zeros(2, length), **channels)  # without the loss, whose kernels are compiled apart
-    except Exception:  # whatever it is, it is this model's result, and the others go on
+    except Exception:  # whatever it is, it is this model's result, and the others continue
         found.error = traceback.format_exc(limit=-12)
     finally:
         torch.compile = compiled

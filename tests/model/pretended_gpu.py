@@ -41,7 +41,7 @@ def let_torch_handle_cuda_tensors() -> None:
 def _plain_attention(
     q: Tensor, k: Tensor, v: Tensor, *, block_mask, enable_gqa: bool, return_lse: bool = False, **_: object
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Results of FlexAttention's shapes, types and devices; values do not matter."""
+    """Results of FlexAttention's shapes, types and devices. Values do not matter."""
     assert block_mask.kv_indices.device == q.device
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa)
     return (y, q.float().sum(-1)) if return_lse else y
@@ -161,7 +161,7 @@ TRIALS = {
         ),
     ),
 }
-# A wide stream is no matter of the kind; documents one after another are one of attention.
+# A wide stream is no matter of the kind. Documents one after another are one of attention.
 SOME = {
     "wide": {"tiny_neox", "tiny_moe", "tiny_mamba2", "tiny_rwkv7", "tiny_zamba2"},
     "varlen": {"tiny_llama", "tiny_neox", "tiny_mistral"},
@@ -189,7 +189,7 @@ def main(files: list[str]) -> None:
             try:
                 trial(config)
                 found[name] = ""
-            except Exception:  # whatever it is, it is this trial's result, and the others go on
+            except Exception:  # whatever it is, it is this trial's result, and the others continue
                 found[name] = traceback.format_exc(limit=-8)
     json.dump(found, sys.stdout)
 

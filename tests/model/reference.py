@@ -39,7 +39,7 @@ class Reference:
         return x if bias is None else x + bias
 
     def logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """[S] ids to [S, V]; `documents` are numbers of each token's document."""
+        """[S] ids to [S, V]. `documents` are numbers of each token's document."""
         places = list(range(len(tokens)))
         if documents is not None:
             places = [place - documents.tolist().index(documents[place]) for place in places]
@@ -213,7 +213,7 @@ class Reference:
 
 
 def slope(head: int, heads: int) -> float:
-    """Press et al. 2021: for n heads, a power of two, 2^(-8/n) is both start and ratio; else those of the power of two
+    """Press et al. 2021: for n heads, a power of two, 2^(-8/n) is both start and ratio. Else those of the power of two
     below, then every other one of twice that."""
     if heads & (heads - 1) == 0:
         return (2 ** (-8 / heads)) ** (head + 1)

@@ -24,7 +24,7 @@ from tests.model.parity import named
 from tests.workers import run
 
 B, S = 2, 48
-# One architecture for each way in which a layer goes on from a chunk: cached keys (windows, sinks, latents, shared,
+# One architecture for each way in which a layer continues from a chunk: cached keys (windows, sinks, latents, shared,
 # compressed), states, convolutions, shifts, losses of experts, channels from layer to layer.
 NAMES = [
     "gpt2",
@@ -45,7 +45,7 @@ def model_of(name: str, chunks: int, length: int = S, dtype: torch.dtype = DOUBL
     """With parameters off their initial values, of which some are zero and hide what is behind them.
 
     Args:
-        ranks: that share the sequence; the process is one of them.
+        ranks: that share the sequence. The process is one of them.
     """
     values = {
         "training.sequence_length": length,
@@ -66,7 +66,7 @@ def model_of(name: str, chunks: int, length: int = S, dtype: torch.dtype = DOUBL
 def numbers(
     name: str, chunks: int, documents: bool, length: int = S, ranks: int = 1, **more
 ) -> dict[str, torch.Tensor]:
-    """Loss, cross-entropies and gradients of one sample more than a sample, with weights of labels; where ranks share
+    """Loss, cross-entropies and gradients of one sample more than a sample, with weights of labels. Where ranks share
     sequences, of this rank's tokens, so that the means over the ranks are those of all.
     """
     model = model_of(
@@ -104,13 +104,13 @@ def test_chunks_change_no_number(name: str, documents: bool):
     compare(numbers(name, 3, documents), numbers(name, 1, documents))
 
 
-# A layer of each way of handing on what a chunk leaves, from the last rank to the first; of experts their losses.
+# A layer of each way of handing on what a chunk leaves, from the last rank to the first. Of experts their losses.
 SHARED = ["gpt2", "deepseek_v2", "falcon_h1", "gated_delta", "jamba", "rwkv4", "rwkv6", "rwkv7", "zamba2", "zaya"]
 
 
 @pytest.mark.parametrize("name", SHARED)
 def test_ranks_that_share_chunks_change_no_number(name: str):
-    """Float64; dropout, documents that end within chunks, at their ends and at those of a rank's part."""
+    """Float64. Dropout, documents that end within chunks, at their ends and at those of a rank's part."""
     name, ranks = f"test/tiny_{name}", 2
     wanted = numbers(name, 1, True)
     found = run(ranks, numbers, name, 3, True, S, ranks)
@@ -222,7 +222,7 @@ def peak(length: int, chunks: int) -> int:
 
 def test_memory_does_not_grow_with_what_a_chunk_needs():
     """Of each token beyond a chunk there are what each block reads, gradients of what one reads and gives, and these
-    once more while chunks are put together; keys and values, and their gradients."""
+    once more while chunks are put together. Keys and values, and their gradients."""
     config = model_of("test/tiny_falcon_h1", 1).plan.config.model
     H, kv = config.hidden_size, 2 * config.attention.kv_heads * config.attention.head_dim
     must = 4 * ((len(config.blocks) + 4) * H + 2 * kv + 8)  # the last: tokens, labels, weights, losses

@@ -1,4 +1,4 @@
-"""Compiled blocks compute what plain ones do, alone and where they run again; what cannot be compiled says why."""
+"""Compiled blocks compute what plain ones do, alone and where they run again. What cannot be compiled says why."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_blocks_of_a_kind_share_one_compilation(model, kinds):
 
 @pytest.mark.slow
 def test_what_clips_logits_is_compiled_with_its_block():
-    """Each layer has a tensor of its own for them; all share one compilation."""
+    """Each layer has a tensor of its own for them. All share one compilation."""
     model = {"layers": "(attention/mlp) x3", "attention": {"heads": 2, "qk_clip": 0.01}}
     torch._dynamo.reset()
     plain, fast = build_model(settings("off", model=model)), build_model(settings("layer", "full", model=model))

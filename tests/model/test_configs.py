@@ -304,7 +304,7 @@ def test_every_published_file_is_tested():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes(name: str):
-    """The number of the paper, of our model, of our counts, and of transformers' model; no warning of any rule."""
+    """The number of the paper, of our model, of our counts, and of transformers' model. No warning of any rule."""
     resolved = settings(name)
     assert not resolved.warnings
     counts = totals(resolved.config)
@@ -413,7 +413,7 @@ def test_layouts(layout: str):
 
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_models_learn_in_seconds(name: str):
-    """A few thousand parameters, nothing to read; plain gradient descent on one batch brings the loss down."""
+    """A few thousand parameters, nothing to read. Plain gradient descent on one batch brings the loss down."""
     config = settings(name, inputs=True).config
     model = build_model(config)
     assert sum(p.numel() for p in model.parameters()) == totals(config).parameters < 40_000

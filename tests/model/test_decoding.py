@@ -125,7 +125,7 @@ def test_settings_outside_of_their_ranges(wrong):
 
 
 def test_draws_follow_the_probabilities(monkeypatch):
-    """Each token has the half-open interval of its probability; one without any is never drawn."""
+    """Each token has the half-open interval of its probability. One without any is never drawn."""
     logits = torch.tensor([[-float("inf"), 0.25, 0.75]]).double()
     logits[0, 1:] = logits[0, 1:].log()
     for draw, wanted in ((0.0, 1), (0.2499, 1), (0.25, 2), (0.999999, 2)):

@@ -42,7 +42,7 @@ def mixer_of(layers: str, **section):
     return mixer, {name.split(".", 3)[-1]: p for name, p in named(mixer).items()}, config
 
 
-# "fast": a chunk forgets all but its last tokens; "slow": hardly anything, so that written keys pile up.
+# "fast": a chunk forgets all but its last tokens. "slow": hardly anything, so that written keys pile up.
 @pytest.mark.parametrize("decay", [1.0, 30.0, 1e-3], ids=["plain", "fast", "slow"])
 @pytest.mark.parametrize("documents", [None, "none", "all", "one"])
 @pytest.mark.parametrize("by", ["head", "channel"])
@@ -159,7 +159,7 @@ def test_equal_keys_do_not_blow_up(dtype: torch.dtype, bound: float):
 
 
 def compared(mixer, forward, theirs: torch.nn.Module, pairs: dict[str, torch.Tensor]) -> None:
-    """Equal outputs and gradients; `pairs` has our parameters' gradients as made of theirs, by name."""
+    """Equal outputs and gradients. `pairs` has our parameters' gradients as made of theirs, by name."""
     x = draw(2, S, H, seed=1).to(DOUBLE)
     mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
     y, weights = mixer(mine, Stream(mine)), draw(*x.shape, seed=2).to(DOUBLE)
@@ -177,7 +177,7 @@ def compared(mixer, forward, theirs: torch.nn.Module, pairs: dict[str, torch.Ten
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 def test_qwen3_next_layer(key_heads: int):
-    """Its projections are fused by heads of keys: q, k, v and z of the first, then of the next; beta before decay."""
+    """Its projections are fused by heads of keys: q, k, v and z of the first, then of the next. Beta before decay."""
     heads, K, V = 4, 6, 8
     config = hf.Qwen3NextConfig(
         hidden_size=H,

@@ -90,7 +90,7 @@ def test_flops(name: str):
 
 
 def test_flops_of_a_window():
-    """A window of w costs w keys per query; a torch mask would still cost the square."""
+    """A window of w costs w keys per query. A torch mask would still cost the square."""
     near, far = (layers(config_of("plain", sequence_length=S))[1], layers(config_of("window"))[1])
     assert near.counts.flops - far.counts.flops == 2 * 2 * (S - 3) * 48
     assert far.counts.state == 2 * 48 * 3 and near.counts.state == 2 * 48 * S
@@ -110,7 +110,7 @@ def test_full_recomputation_runs_the_blocks_again():
 
 
 def kept_bytes(config) -> int:
-    """Bytes that exist between forward and backward, beside parameters, inputs, and the head's weight gradient."""
+    """Bytes that exist between forward and backward, next to parameters, inputs, and the head's weight gradient."""
     model, (tokens, labels, weights) = build_model(config), inputs()
     with Allocations(model.parameters()) as allocations:
         loss, _ = model(tokens, labels, weights, samples=torch.arange(B))

@@ -17,7 +17,7 @@ from megatron.model.kernels.compile import choose_compilation
 ROOT = Path(__file__).resolve().parents[2]
 
 # Of one block of each kind of the model, forward and backward: kernels at most, those of matrix products included.
-# What is written here is what torch 2.13 makes; more of them would be a block that is cut where it was not.
+# What is written here is what torch 2.13 makes. More of them would be a block that is cut where it was not.
 KERNELS = {
     "tiny_bamba": 46,
     "tiny_blackmamba": 3,

@@ -1,4 +1,4 @@
-"""muP and CompleteP against the tables of the papers; `test_mup_package.py` has the package of muP's authors."""
+"""muP and CompleteP against the tables of the papers. `test_mup_package.py` has the package of muP's authors."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def starts(width: int, model: dict[str, Any], **parametrization: Any) -> dict[st
 
 
 def test_every_kind_starts_as_the_base_model_scaled():
-    """The mean square of hidden matrices falls with the width, of routers with its square; that of others stays."""
+    """The mean square of hidden matrices falls with the width, of routers with its square. That of others stays."""
     wide, base = starts(128, KINDS, type="mup"), starts(64, KINDS, type="standard", base_width=None)
     assert wide.keys() == base.keys()
     roles = {name: each.logical for name, each in named(build_model(config_of(KINDS, width=128, type="mup"))).items()}

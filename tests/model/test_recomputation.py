@@ -65,7 +65,7 @@ def test_gradients_are_equal_bit_by_bit(name: str, mode: str, every: int, docume
 
 
 class Allocations(TorchDispatchMode):
-    """The storages that operations made and that still exist, those of parameters left out."""
+    """The storages that operations made and that still exist, those of parameters omitted."""
 
     def __init__(self, parameters):
         super().__init__()
@@ -86,7 +86,7 @@ class Allocations(TorchDispatchMode):
 
 
 def held(*arguments) -> int:
-    """Bytes that exist between the forward and the backward pass, beside parameters and inputs."""
+    """Bytes that exist between the forward and the backward pass, next to parameters and inputs."""
     model, inputs, extra = setting(*arguments)
     with Allocations(model.parameters()) as allocations:
         loss, _ = model(*inputs, **extra)
@@ -114,7 +114,7 @@ def test_the_measure():
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_less_is_kept(name: str):
-    """full keeps one tensor per block, its input; every second block saves half."""
+    """full keeps one tensor per block, its input. Every second block saves half."""
     none, selective, full, half = (held(name, *mode) for mode in (("none",), ("selective",), ("full",), ("full", 2)))
     block_input = B * S * 32 * 4
     ends = full - L * block_input
@@ -124,7 +124,7 @@ def test_less_is_kept(name: str):
 
 
 def test_what_is_kept_as_a_whole_shifts_nothing_that_follows():
-    """torch tells results of an operation apart by how often it ran; a repetition runs none of what is kept whole."""
+    """torch tells results of an operation apart by how often it ran. A repetition runs none of what is kept whole."""
     first, second, third = (torch.randn(2, 3, 3, dtype=DOUBLE, requires_grad=True) for _ in range(3))
 
     def layer(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

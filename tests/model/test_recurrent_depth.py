@@ -215,7 +215,7 @@ def test_flops_of_steps_are_those_of_their_passes():
 
 
 def test_text_of_a_chosen_and_of_an_adaptive_depth():
-    """A depth that is reached by tolerance gives the text of that depth; no tolerance, that of all passes."""
+    """A depth that is reached by tolerance gives the text of that depth. No tolerance, that of all passes."""
     model, prompt = built().eval(), some_tokens(1)[:, :5]
     greedy = Sampling(temperature=0.0)
 

@@ -19,8 +19,8 @@ from tests.float64 import DOUBLE, EXACT
 from tests.workers import run
 
 RANKS = 3
-PIECES = (11, 1, 1, 5, 1, 1)  # prompts in pieces, and single tokens; of fewer tokens than ranks, too
-# Windows and sinks; attention beside states; latents; compressed keys and convolutions; shared blocks; ALiBi and caps.
+PIECES = (11, 1, 1, 5, 1, 1)  # prompts in pieces, and single tokens. Of fewer tokens than ranks, too
+# Windows and sinks. Attention next to states; latents. Compressed keys and convolutions. Shared blocks. ALiBi and caps.
 NAMES = ["gpt_oss", "falcon_h1", "deepseek_v2", "zaya", "zamba2", "rwkv7_hybrid"]
 
 

@@ -1,4 +1,4 @@
-"""Which labels the goldfish loss leaves out: against definitions written out token by token, and the authors' table."""
+"""Which labels the goldfish loss omits: against definitions written out token by token, and the authors' table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dropped(window: list[int], k: int) -> bool:
 
 
 def kept(goldfish: Goldfish, *documents: np.ndarray) -> list[bool]:
-    """Whether each token of documents, back to back, counts as a label; nobody predicts the first one."""
+    """Whether each token of documents, back to back, counts as a label. Nobody predicts the first one."""
     begins = np.concatenate([np.arange(len(each)) == 0 for each in documents])
     return [True, *(goldfish.weights(np.concatenate(documents), begins) == 1.0).tolist()]
 
@@ -132,7 +132,7 @@ def masks(tmp_path, ranks: int = 1, data: dict | None = None, **objective) -> di
 
 @pytest.fixture
 def text(tmp_path):
-    """Documents of 150 and 90 tokens; the first has the end of one inside."""
+    """Documents of 150 and 90 tokens. The first has the end of one inside."""
     documents = [ids(150, 21), ids(90, 22)]
     documents[0][70] = EOD
     write_documents(tmp_path / "text", [each.tolist() for each in documents])

@@ -1,4 +1,4 @@
-"""What an objective says of labels reaches the batch, beside what the data say; what is no objective is refused."""
+"""What an objective says of labels reaches the batch, next to what the data say. What is no objective is refused."""
 
 from __future__ import annotations
 

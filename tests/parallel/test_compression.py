@@ -119,7 +119,7 @@ def exact(size: int, turn: int) -> torch.Tensor:
 
 
 def test_sums_are_the_same_on_all_ranks_and_near(told):
-    """Off by what each rank's rounding and that of the sum allow; top_k leaves out by design (next test)."""
+    """Off by what each rank's rounding and that of the sum allow; top_k omits by design (next test)."""
     for wire in FORMS:
         for at, size in enumerate(SIZES):
             first = told[0][wire, 0][at]
@@ -152,7 +152,7 @@ def test_what_was_left_out_follows_the_loss_scale(told):
 
 
 def test_bytes(told):
-    """As the formula of predictions says; and in numbers for 5,000 elements of int8."""
+    """As the formula of predictions says, and in numbers for 5,000 elements of int8."""
     for wire in FORMS:
         sizes = [sum_messages(wire, size, RANKS) for size in SIZES]
         for each in told:
@@ -171,7 +171,7 @@ def test_an_overflow_is_seen_and_forgotten(told):
 @pytest.mark.parametrize("wire", FORMS[:-1])
 def test_activations_on_the_tensor_axis(told, wire):
     """Sums are off by each rank's rounding and that of the sum, what is gathered by one, and what is scattered by those
-    of the terms; sums are alike on all ranks, and types and shapes are those that were given."""
+    of the terms. Sums are alike on all ranks, and types and shapes are those that were given."""
     given = [values(600, 0, rank).view(ROWS).double() for rank in range(RANKS)]
     share = {"int8_block": 1.01 / 254}.get(wire, 1.01 * HALF.get(wire, 0.0))
     largest = sum(each.abs().max() for each in given)
@@ -196,7 +196,7 @@ def test_activations_on_the_tensor_axis(told, wire):
 
 @pytest.mark.parametrize(("hidden", "state", "cut", "block"), [(96, 32, 1, 32), (64, 16, 1, 16), (64, 8, 2, 16)])
 def test_blocks_hold_values_of_one_tensor(hidden, state, cut, block):
-    """Beside a state a thousand times as large as the hidden state, each is as exact as alone."""
+    """Next to a state a thousand times as large as the hidden state, each is as exact as alone."""
     form = StreamForm(channels={"state": Channel(state, whole=True)})
     length, samples = 5, 2
     tensors = (

@@ -105,7 +105,7 @@ class Memory:
 
 
 def recurrence(x: Tensor, past: Memory, weight: Tensor, documents_BS: Tensor) -> Tensor:
-    """y_t = s_t * x_(t-1), s_t = weight * s_(t-1) + x_t, both anew with each document."""
+    """y_t = s_t * x_(t-1), s_t = weight * s_(t-1) + x_t, both again with each document."""
     total, last, document = past.total, past.last, past.document
     out = []
     for place in range(x.shape[1]):
@@ -121,7 +121,7 @@ def recurrence(x: Tensor, past: Memory, weight: Tensor, documents_BS: Tensor) ->
 
 
 def relayed(repeat: bool):
-    """Three layers with a state handed along; output and gradients of this rank."""
+    """Three layers with a state handed along. Output and gradients of this rank."""
     mesh = Mesh.build(Layout(context=RANKS))
     context = ContextGroup.of(mesh)
     x = context.cut(inputs(3, 1)[0][:, 0], 1).clone().requires_grad_()

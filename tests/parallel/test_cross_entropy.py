@@ -151,7 +151,7 @@ def test_in_bf16_the_loss_is_fp32():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [0, 5, 1024])
 def test_rows_at_a_time_change_no_bit(monkeypatch, options: dict, dtype: torch.dtype, chunk: int):
-    """Each row is a sum of its own, and the products see all rows of a chunk; a bias sums over rows, so it has none."""
+    """Each row is a sum of its own, and the products see all rows of a chunk. A bias sums over rows, so it has none."""
     found = []
     for rows in (N, 3, 1):
         monkeypatch.setattr(cross_entropy, "ROW_BYTES", 4 * V * rows)

@@ -1,7 +1,7 @@
 """Packed documents know nothing of each other, wherever ranks cut the sequence, in every kind of layer.
 
-What a mask of attention leaves out is multiplied by zero, so not one bit may differ. Scans compute the tokens of a
-chunk by sums and products that documents share, whose parts cancel: they may differ by rounding, and by no more.
+What a mask of attention omits is multiplied by zero, so not one bit may differ. Scans compute the tokens of a chunk by
+sums and products that documents share, whose parts cancel: they may differ by rounding, and by no more.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from tests.training import matrix, runs
 from tests.workers import run
 
 MATRIX = matrix.read()
-STARTS = (0, 5, 6, 13)  # of the documents; cuts into 2 and 4 parts at 8, and at 4, 8 and 12, pass through some of them
+STARTS = (0, 5, 6, 13)  # of the documents. Cuts into 2 and 4 parts at 8, and at 4, 8 and 12, pass through some of them
 CHANGED = 1, 3  # the documents that get other tokens: one of a single token, and the last
 MASKED = ("documents", "deepseek")
-ROUNDING = 100 * torch.finfo(torch.float32).eps  # of the largest logit; four layers have some ten sums each
+ROUNDING = 100 * torch.finfo(torch.float32).eps  # of the largest logit. Four layers have some ten sums each
 # (architecture, layout): each way to share a sequence, and each kind of layer whose states pass from rank to rank
 CASES = [
     ("documents", "cp2, ZeRO 0"),
@@ -43,7 +43,7 @@ def settings_of(architecture: str, layout: str) -> tuple[dict, int]:
 
 
 def logits(settings: dict, ranks: int) -> list[torch.Tensor] | None:
-    """[S, V] of the first sample before and after its documents `CHANGED` get other tokens; None on other ranks."""
+    """[S, V] of the first sample before and after its documents `CHANGED` get other tokens. None on other ranks."""
     import dataclasses
 
     config, engine = runs.start(settings, ranks)

@@ -26,7 +26,7 @@ def drawn(samples: int, length: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("pieces", [[1] * 11, [7, 1, 3], [11]])
 def test_tokens_one_by_one_are_those_of_a_whole_text(models, pieces: list[int]):
-    """By any number of tokens at a time: a number is rounded alike whatever stands beside it. Sums in another order
+    """By any number of tokens at a time: a number is rounded alike whatever stands next to it. Sums in another order
     bring one number in 10^5 over the middle between two 8-bit ones, so the bound is a tenth of what rounding does."""
     tokens = drawn(2, 11)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def test_tokens_one_by_one_are_those_of_a_whole_text(models, pieces: list[int]):
 
 @pytest.mark.parametrize("shape", [(1, 5), (3, 31)])
 def test_texts_of_any_length_are_scored(models, shape: tuple[int, int]):
-    """In training tokens come in sixteens, since products of gradients sum over them; an evaluation has none."""
+    """In training tokens come in sixteens, since products of gradients sum over them. An evaluation has none."""
     tokens = drawn(shape[0], shape[1] + 1)
     with torch.no_grad():
         exact, found = (
@@ -63,7 +63,7 @@ def test_weights_and_what_transformers_reads_are_the_same(models):
 
 
 def test_plans_count_them_as_others_and_propose_what_may_start():
-    """No layout that a start would refuse; of those that are left, memory and time of products in `compute`."""
+    """No layout that a start would refuse. Of those that are left, memory and time of products in `compute`."""
     usual = {each.choice: each for each in question(LLAMA, 4).answers().plans}
     answers = question(overlay(LLAMA, {"precision": {"compute": "bf16", "products": "fp8"}}), 4).answers()
     found = {each.choice: each for each in answers.plans}

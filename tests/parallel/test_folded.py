@@ -54,7 +54,7 @@ def leaf(x: Tensor) -> Tensor:
 
 
 def linear_on_a_rank(ranks: int, dtype: torch.dtype) -> list[Tensor]:
-    """The result, and gradients of input, own rows and bias; the last two of two uses of the matrix."""
+    """The result, and gradients of input, own rows and bias. The last two of two uses of the matrix."""
     mesh = Mesh.build(Layout(context=ranks, expert=ranks, shares_rows=True))
     x, weight, bias, of_y = drawn(ranks)
     at, rows = mesh.context.rank, OUTPUTS // ranks

@@ -137,7 +137,7 @@ def test_only_the_depth_factor_knows_the_depth():
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 @pytest.mark.parametrize("hidden", ["normal", "xavier_uniform", "orthogonal"])
 def test_every_cut_has_the_same_values(ranks: int, hidden: str):
-    """Putting the shards of all ranks together gives the tensors of one rank, bit by bit; the vocabulary is odd."""
+    """Putting the shards of all ranks together gives the tensors of one rank, bit by bit. The vocabulary is odd."""
     config = config_of({"hidden": hidden, "output": hidden})
     whole = named(build_model(config))
     meshes = [Mesh.describe(Layout(tensor=ranks), rank) for rank in range(ranks)]

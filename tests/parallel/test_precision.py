@@ -9,8 +9,8 @@ from megatron.parallel.layout.precision import exp_
 
 
 def test_an_exponential_is_off_by_its_roundings():
-    """The factor log2(e) and the product with x are rounded, 2^-24 of x log2(e) each, which is 2^-24 |x| of the result;
-    torch's exp2 is off by one unit in the last place (2^-23) or less."""
+    """The factor log2(e) and the product with x are rounded, 2^-24 of x log2(e) each, which is 2^-24 |x| of the result.
+    Torch's exp2 is off by one unit in the last place (2^-23) or less."""
     x = torch.linspace(-80, 10, 64 * 1001)
     exact = x.double().exp()
     error = (exp_(x.clone()).double() - exact).abs() / exact

@@ -52,7 +52,7 @@ def everyones(size: int, dtype: torch.dtype, ranks: int = RANKS) -> torch.Tensor
 
 
 def results(dtype: torch.dtype, length: int) -> dict[str, torch.Tensor]:
-    """Every operation, by the names of torch.distributed; the sums of 37 elements divide by no number of ranks."""
+    """Every operation, by the names of torch.distributed. The sums of 37 elements divide by no number of ranks."""
     odd, whole = own(37, dtype), own(length, dtype)
     largest, handled = odd.clone(), odd.clone()
     gathered, exchanged = torch.empty(RANKS * length, dtype=dtype), torch.empty_like(whole)
@@ -139,11 +139,11 @@ def test_what_is_sent_goes_through_the_levels(counted):
     sent = counted[0]["2x2", TWO_LEVEL, "torch.float32"]["sent"]
     assert sent["data/between", 2, "all_gather"] == (2, 2 * 2 * 24 * 4)  # twice: `results` were asked for twice
     inside = {kind: count for (group, _, kind), count in sent.items() if group == "data/inside"}
-    # four sums in a round: of 24, and of 37 three times (padded to 38); two more reduce-scatters
+    # four sums in a round: of 24, and of 37 three times (padded to 38). Two more reduce-scatters
     assert inside["all_gather"][1] == 2 * 4 * (4 * 24 + 24 + 2 * 38)
     assert inside["reduce_scatter"][1] == 2 * 4 * (24 + 2 * 38 + 2 * 24)
     ring = counted[0]["4x1", RING, "torch.float32"]["sent"]
-    # an all-gather of four in three messages of a block; a sum in three of a quarter and three more
+    # an all-gather of four in three messages of a block. A sum in three of a quarter and three more
     blocks = 24 + 2 * (24 // 4) + 2 * (24 // 4 + 2 * 40 // 4)
     assert ring["data/between", 2, "send"] == ring["data/between", 2, "recv"] == (2 * 3 * 9, 2 * 3 * 4 * blocks)
     short = counted[0]["4x1", RECURSIVE, "torch.float32"]["sent"]
@@ -167,7 +167,7 @@ def test_bytes_to_other_hosts(counted):
 
 def test_doubling_sends_whole_parts_to_log_n_hosts(counted):
     """M bytes on n hosts of l ranks: M / l in each of log n sends of a rank, and nothing else between hosts."""
-    whole = 2 * 4 * (24 + 2 * 37)  # `results` twice; three sums
+    whole = 2 * 4 * (24 + 2 * 37)  # `results` twice. Three sums
     for hosts, n, size in (("4x1", 4, whole), ("2x2", 2, 2 * 4 * (24 + 2 * 38) // 2)):
         for each in counted:
             found = each[hosts, DOUBLING, "torch.float32"]["sent"]
@@ -245,7 +245,7 @@ def eight_results(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def test_three_levels():
-    """Gathers and maxima are the backend's; sums are near, alike on all ranks and alike again. Of 40 numbers an
+    """Gathers and maxima are the backend's. Sums are near, alike on all ranks and alike again. Of 40 numbers an
     all-gather crosses to the other host once, half of all."""
     counted = run(EIGHT, eight_ranks)
     signs = [{at: each.pop(at) for at in list(each) if at[0] == "signs"} for each in counted]
@@ -267,7 +267,7 @@ def test_three_levels():
         if case[1] == "three_level":
             assert crossing == size * (gather + scatter + sums + exchange), case
     two = counted[0]["aaaabbbb", "three_level", "torch.float32"]["sent"]
-    # 80 with the other host, 160 with the other pair, 320 in the end; the two sums have 40 and 37, padded to 38
+    # 80 with the other host, 160 with the other pair, 320 in the end. The two sums have 40 and 37, padded to 38
     assert two["data/between", "all_gather"][1] == 4 * 2 * 40
     assert two["data/inside", "all_gather"][1] == 4 * (4 * 40 + 2 * 20)
     assert two["data/pair", "all_gather"][1] == 4 * (8 * 40 + 40 + 38)
@@ -322,7 +322,7 @@ def test_what_has_no_other_way_is_the_backends():
 
 
 def joined() -> dict:
-    """Gathers of three types and sizes, all asked for before anybody waits; twice, the second time in levels."""
+    """Gathers of three types and sizes, all asked for before anybody waits. Twice, the second time in levels."""
     mesh, counted = Mesh.build(Layout(data=RANKS), None), {}
     recorder = Recorder(mesh)
     recorder.install()
@@ -359,7 +359,7 @@ def test_small_gathers_are_joined():
         assert counted["plain"] == {("all_gather", "bf16"): (2, 4 * 2 * 10), ("all_gather", "fp32"): (4, 4 * 4 * 49)}
         assert counted["backend"] == {("data", "bf16"): (1, 80), ("data", "fp32"): (2, 4 * 4 * 49)}
         assert counted["backend", "waited for"] == (1, 4 * 4 * 3)
-        # 144 and 640 bytes go in levels, half of them between hosts; 80 do not
+        # 144 and 640 bytes go in levels, half of them between hosts. 80 do not
         assert counted["levels"] == {
             ("data", "bf16"): (1, 80),
             ("data/between", "fp32"): (2, 2 * 4 * 49),
@@ -375,7 +375,7 @@ def test_hosts_of_unequal_ranks_have_no_levels():
 
 
 def test_crossing_bytes():
-    """A ring in the order of the group; an all-to-all from each to each; a message to its receiver."""
+    """A ring in the order of the group. An all-to-all from each to each. A message to its receiver."""
     assert [crossing_bytes("all_reduce", (0, 1, 2, 3), "aabb", rank, 400) for rank in range(4)] == [0, 600, 0, 600]
     assert [crossing_bytes("all_to_all", (0, 1, 2), "abb", rank, 300) for rank in range(3)] == [200, 100, 100]
     assert crossing_bytes("send", (0, 1), "ab", 0, 7) == 7 and crossing_bytes("recv", (0, 1), "ab", 1, 7) == 0

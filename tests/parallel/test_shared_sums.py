@@ -86,7 +86,7 @@ def all_forms(ranks: int) -> dict:
                 check(operations(size, dtype), size, dtype)
         pairs = [dist.new_group([at, at + 1], use_local_synchronization=True) for at in range(0, ranks - 1, 2)
                  if mesh.rank in (at, at + 1)]  # fmt: skip
-        for _ in range(5):  # several groups, which take turns; one of them with other sizes than its neighbour
+        for _ in range(5):  # several groups, which take turns. One of them with other sizes than its neighbour
             for pair in pairs:
                 size = 700 + 100 * (mesh.rank // 2)
                 check(operations(size, torch.float32, pair), size, torch.float32, pair)

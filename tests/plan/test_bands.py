@@ -37,7 +37,7 @@ STEPS = 6
 
 
 def planted(folder: str, *overrides: str) -> dict[str, float]:
-    """On two ranks: a run in which time passes only where it is planted; returns how much, by band."""
+    """On two ranks: a run in which time passes only where it is planted. Returns how much, by band."""
     from megatron.checkpoint.save.saver import Saver
     from megatron.data.loader import Loader
     from megatron.engine.engine import PlainEngine
@@ -148,7 +148,7 @@ def test_a_trace_has_the_products_of_the_shapes(trace):
 
 
 # Forward and twice backward, of 8 x 16 tokens: 3 blocks of queries (32 x 32), keys and values (16 x 32 each), output
-# (32 x 32) and a network of twice 32 x 128; and a head of 257 x 32.
+# (32 x 32) and a network of twice 32 x 128, and a head of 257 x 32.
 PRODUCTS = 3 * 2 * 8 * 16 * (3 * (32 * 32 + 2 * 16 * 32 + 32 * 32 + 2 * 32 * 128) + 257 * 32)
 
 
@@ -157,7 +157,7 @@ def span(name: str, category: str, begin: float, end: float, tid: int = 1, **arg
 
 
 def test_kernels_count_for_what_launched_them():
-    """A GPU's trace by hand, in microseconds; its messages overlap with computation."""
+    """A GPU's trace by hand, in microseconds. Its messages overlap with computation."""
     events = [
         span(MARK + "forward", "user_annotation", 0, 100),
         span(MARK + "backward", "user_annotation", 100, 300),

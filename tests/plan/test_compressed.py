@@ -25,7 +25,7 @@ BASE = {
     "zero": {"stage": 0},
     "data": {"synthetic": "copy"},
 }
-RWKV = {"layers": "(rwkv7/rwkv7_ffn) x4", "rwkv7": {"head_dim": 16}}  # something travels beside the hidden state
+RWKV = {"layers": "(rwkv7/rwkv7_ffn) x4", "rwkv7": {"head_dim": 16}}  # something travels next to the hidden state
 CASES = {"int8_block": {}, "bf16": {}, "int8_block beside a channel": {"model": RWKV}}
 
 

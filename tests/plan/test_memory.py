@@ -15,7 +15,7 @@ from megatron.plan.shapes import Shapes
 from megatron.rehearsal.command import in_own_process
 from tests.training.matrix import merged
 
-# LayerNorm has one fused kernel on every device; RMSNorm has none on CPUs, where a rehearsal finds more.
+# LayerNorm has one fused kernel on every device. RMSNorm has none on CPUs, where a rehearsal finds more.
 BASE = {
     "model": {
         "layers": "(attention/moe) x2", "hidden_size": 64, "vocab_size": 96, "norm": {"type": "layernorm"},
@@ -69,7 +69,7 @@ def rehearsed(values: dict[str, Any], ranks: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_sums_that_tensor_parallel_ranks_begin(sequence):
-    """Selective recomputation keeps the results of products; of those that are summed each rank has a whole summand."""
+    """Selective recomputation keeps the results of products. Of those that are summed each rank has a whole summand."""
     more = {"parallel": {"tensor": 4, "sequence": sequence},
             "training": {"activation_checkpointing": {"mode": "selective"}}}  # fmt: skip
     values = merged(DENSE, more)
@@ -107,7 +107,7 @@ def test_a_mask_halves_no_attention():
 
 
 def test_every_second_block_is_recomputed():
-    """The others keep what they keep without recomputation; the fullest moment is in the head, which has it all."""
+    """The others keep what they keep without recomputation. The fullest moment is in the head, which has it all."""
     values = merged(DENSE, {"training": {"activation_checkpointing": {"mode": "full", "every": 2}}})
     config = resolve(values, ranks=1)
     shapes, choice = Shapes(config, 1), choice_of(config)

@@ -36,7 +36,7 @@ def took(seconds: float, memory: float, **change) -> HistoryEntry:
 
 
 def test_the_formulas_are_those_of_the_search(state):
-    """The run's own layout, judged by the search that looks at all of them."""
+    """The run's own layout, judged by the search that checks all of them."""
     words = ["parallel.tensor=2", "training.micro_batch_size=4", "training.global_batch_size=64", "precision=bf16"]
     file = str(ROOT / "configs/pythia/160m.yml")
     config = load([file], words, ranks=8, check_inputs=False).config

@@ -86,7 +86,7 @@ def test_structures_are_those_that_the_rules_allow(values):
 
 @pytest.mark.parametrize("values", [LLAMA, MOE], ids=["llama", "moe"])
 def test_long_sequences_are_shared_with_and_without_matrices(values):
-    """Against every combination on one stage, asked one by one; ranks that share matrices need less room for these."""
+    """Against every combination on one stage, asked one by one. Ranks that share matrices need less room for these."""
     long = {**values, "training": {**values["training"], "sequence_length": 2**15}}
     asked = question(long, 4)
     found = list(asked.structures())
@@ -105,7 +105,7 @@ def test_long_sequences_are_shared_with_and_without_matrices(values):
 
 @pytest.mark.parametrize("values", [LLAMA, MOE], ids=["llama", "moe"])
 def test_what_is_called_the_smallest_is(values):
-    """Where nothing fits; against every layout with micro-batches of one sample."""
+    """Where nothing fits. Against every layout with micro-batches of one sample."""
     asked = question(values)
     none = asked.on(replace(asked.at, device=asked.at.device.model_copy(update={"memory": 0.001})))
     found, least = none.answers(), math.inf
@@ -149,7 +149,7 @@ def test_the_schedule_of_a_pipeline_is_the_fastest_that_is_legal():
     "name", ["tiny_llama", "tiny_mixtral", "tiny_zamba2", "tiny_rwkv7", "tiny_gpt2", "tiny_mamba2"]
 )
 def test_ranks_hold_the_whole_model(name):
-    """Weights of one rank are all parameters; those of stages add up to them, with copies of tied tables."""
+    """Weights of one rank are all parameters. Those of stages add up to them, with copies of tied tables."""
     asked = Question.of(
         [str(ROOT / "configs" / "test" / f"{name}.yml")], ["training.global_batch_size=8"], cluster(2, "h100")
     )
@@ -165,7 +165,7 @@ def test_ranks_hold_the_whole_model(name):
 
 
 def test_bytes_of_the_data_axis_are_those_that_are_counted(llama):
-    """`engine.traffic` is held to counted messages; what ranks reduce and gather here has the same sizes."""
+    """`engine.traffic` is held to counted messages. What ranks reduce and gather here has the same sizes."""
     asked = llama.question
     for choice in (Candidate(tensor=2, sequence=True), Candidate(tensor=2, pipeline=2, sequence=True), Candidate()):
         resolved = asked.resolved(choice).config
@@ -186,7 +186,7 @@ def test_bytes_of_the_data_axis_are_those_that_are_counted(llama):
 
 
 def test_states_have_the_published_sizes():
-    """Rajbhandari et al. 2020, with full sums in fp32 in place of gradients at ZeRO 1; ZeRO 3 shares everything."""
+    """Rajbhandari et al. 2020, with full sums in fp32 in place of gradients at ZeRO 1. ZeRO 3 shares everything."""
     asked = question(LLAMA)
     for zero, expected in ((1, 2 + 4 + 12 / 8), (2, 2 + 4 / 8 + 12 / 8), (3, (2 + 4 + 12) / 8)):
         choice = Candidate(zero=zero)
@@ -277,7 +277,7 @@ def test_tensor_ranks_over_hosts_are_warned_of():
 
 
 def test_pythons_work_at_zero_3_is_in_the_step():
-    """By the tensors of the model itself, in each micro-batch; not where the step takes longer, nor at ZeRO 2."""
+    """By the tensors of the model itself, in each micro-batch. Not where the step takes longer, nor at ZeRO 2."""
     asked, each = question(LLAMA), known_devices()[0]["cpu"].host.gather * 1e-6
     tensors = sum(1 for _ in build_model(asked.base, device="meta").parameters())
     small = asked.judge(Candidate(zero=3, micro_batch=1))
@@ -289,7 +289,7 @@ def test_pythons_work_at_zero_3_is_in_the_step():
 
 
 def test_rows_of_a_table_differ_in_their_axes(llama):
-    """Of sequences that ranks share, with and without matrices; of others nobody reads of that."""
+    """Of sequences that ranks share, with and without matrices. Of others nobody reads of that."""
     long = question({**LLAMA, "training": {**LLAMA["training"], "sequence_length": 2**15}}).answers()
     lines = text(long, shown=1000).splitlines()
     first = next(number for number, line in enumerate(lines) if "pipeline" in line)

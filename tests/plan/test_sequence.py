@@ -77,7 +77,7 @@ def test_messages_are_those_of_the_program(rehearsed, name):
 
 def test_a_step_has_their_time():
     """On one host of H100, long sequences, as many key heads as query heads: heads for tokens are fewer bytes than all
-    keys for everybody; of a ring, attention hides what it can."""
+    keys for everybody. Of a ring, attention hides what it can."""
     seconds = {}
     for name in ("ulysses", "ring", "gather"):
         long = {"training": {"sequence_length": 2**17}, "model": {"attention": {"kv_heads": 4}}}

@@ -42,7 +42,7 @@ def test_a_feed_forward_network_of_8_thirds():
 
 
 def test_heads_of_80_become_64_or_128():
-    """GPT-3 2.7B's 32 heads of 80 are the co-design paper's example; it reshapes them to 20 of 128 or 40 of 64."""
+    """GPT-3 2.7B's 32 heads of 80 are the co-design paper's example. It reshapes them to 20 of 128 or 40 of 64."""
     values = changed(hidden_size=2560, attention={"heads": 32, "kv_heads": 32}, mlp={"hidden_size": 10240})
     (found,) = [each for each in lint(question(values), Candidate()) if each.rule == "head-size"]
     assert found.value == 80

@@ -27,7 +27,7 @@ from tests.rehearsal.counted import counted
 from tests.training.matrix import Case, cases, merged
 from tests.workers import run
 
-BOUND = 0.05  # of the peak, which is promised; most agree to the byte
+BOUND = 0.05  # of the peak, which is promised. Most agree to the byte
 # Small, since those of a run's size are larger than all else in models of a few thousand parameters.
 BUCKETS = {"zero": {"bucket_size": 2000}}
 
@@ -40,7 +40,7 @@ OFTEN = {
     "fp32: rwkv4 on cp4, ZeRO 2, selective recomputation",
     "fp32: gpt2 on pp2 · dp2, ZB-V, ZeRO 3 gathered once",
 }
-# small_fc_lopt computes with the values of a network that it reads; a rehearsal of it is refused.
+# small_fc_lopt computes with the values of a network that it reads. A rehearsal of it is refused.
 CASES = {case.name: case for case in cases() if case.recipe != "small_fc_lopt"}
 
 
@@ -224,7 +224,7 @@ def without_formula(*_):
 
 
 def test_labels_with_weights_count():
-    """Their sum cannot be read; a step without labels would do nothing."""
+    """Their sum cannot be read. A step without labels would do nothing."""
     values = merged(VALUES, {"objective": {"type": "goldfish"}, "training": {"global_batch_size": 2}})
     config = resolve(values, ranks=2)
     seen = in_own_process(config, 2, 0)

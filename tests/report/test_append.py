@@ -1,4 +1,4 @@
-"""A full disk: the run goes on, nothing is torn, and what waited is written when there is room."""
+"""A full disk: the run continues, nothing is torn, and what waited is written when there is room."""
 
 from __future__ import annotations
 

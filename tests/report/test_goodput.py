@@ -57,7 +57,7 @@ class Simulated:
         self.completed += 1
 
     def fail(self, unfinished: float, detection: float) -> None:
-        """Killed within a step, or before the first; what was done since the last mark is lost."""
+        """Killed within a step, or before the first. What was done since the last mark is lost."""
         self.take("start" if self.marked is None else "lost", unfinished)
         failed = self.now
         self.take("detection", detection)
@@ -80,7 +80,7 @@ def test_the_parts_are_those_that_happened() -> None:
         if run.completed == 4:
             run.take("evaluation", 3.0, "evaluation")
             run.save(2.0)
-    run.fail(0.5, 7.0)  # in step 6; 4 and 5 are lost with it
+    run.fail(0.5, 7.0)  # in step 6. 4 and 5 are lost with it
     run.take("wait", 5.0)
     run.launch(again=True)
     run.begin(4, 12.0)
@@ -103,7 +103,7 @@ def test_the_parts_are_those_that_happened() -> None:
 
 
 def chance(seed: int) -> tuple[Simulated, float]:
-    """A run to which things happen by chance; returns it, and the time between runs that a person started."""
+    """A run to which things happen by chance. Returns it, and the time between runs that a person started."""
     draw, run, away = random.Random(seed), Simulated(), 0.0
     saved, again = [0], False
     for number in range(draw.randint(1, 8)):

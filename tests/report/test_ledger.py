@@ -80,8 +80,8 @@ def written(path) -> list[dict]:
 
 
 def test_every_flipped_bit_is_noticed(tmp_path, capsys):
-    """A changed digit is as bad as a line that is no JSON: it would leave out other batches. Line breaks aside, which
-    join or cut lines, a flip costs one entry, and never makes another one of it."""
+    """A changed digit is as bad as a line that is no JSON: it would omit other batches. Line breaks aside, which join
+    or cut lines, a flip costs one entry, and never makes another one of it."""
     path = tmp_path / "ledger.jsonl"
     entries = written(path)
     content, draw = path.read_bytes(), random.Random(7)
@@ -133,7 +133,7 @@ def test_entries_of_older_versions_have_no_checksum_and_are_read(tmp_path):
 
 
 def test_batches_left_out_since_a_place(tmp_path):
-    """What an entry from before a checkpoint says may be damaged; the checkpoint knows it as well."""
+    """What an entry from before a checkpoint says may be damaged. The checkpoint knows it as well."""
     path = tmp_path / "ledger.jsonl"
     written(path)
     assert left_out(path) == [[13, 2]]

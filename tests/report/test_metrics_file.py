@@ -72,7 +72,7 @@ def flips(content: bytes, seed: int, count: int):
 
 
 def test_one_flipped_bit_costs_the_lines_that_it_is_in(tmp_path):
-    """All other lines stay, at their places; the damaged bytes are kept beside the file."""
+    """All other lines stay, at their places. The damaged bytes are kept next to the file."""
     path, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics.damaged.jsonl"
     write(path, [{"step": step, "loss": 5.0 - step / 7, "batch_hash": f"{step:016x}"} for step in range(20)])
     content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases receive the numbers; only rank 0 has sinks; peaks of devices."""
+"""TensorBoard and Weights & Biases receive the numbers. Only rank 0 has sinks. Peaks of devices."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_wandb_loses_nothing_of_a_run_that_goes_back(tmp_path, monkeypatch):
 
 
 def test_a_plain_resume_loses_no_evaluation(tmp_path, monkeypatch):
-    """A run that stopped after an evaluation goes on from there: the point stays, and W&B has one run."""
+    """A run that stopped after an evaluation continues from there: the point stays, and W&B has one run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("WANDB_SILENT", "true")

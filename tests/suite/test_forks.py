@@ -1,4 +1,4 @@
-"""Branches in a suite: what its file may say of them, and trunks and branches trained, compared and gone on with."""
+"""Branches in a suite: what its file may say of them, and trunks and branches trained, compared and continued with."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_every_run_has_its_branches(folder, capsys):
 
 
 def test_trained_compared_and_gone_on_with(folder, started, capsys):
-    """A run that fails takes its branches with it; started again the rest is made. Each branch has read its trunk's
+    """A run that fails takes its branches with it. Started again the rest is made. Each branch has read its trunk's
     batches, ends at the floor of the rate, and both ledgers know of it."""
     Path("broken").touch()
     assert main(["small.yml", "launch"]) == 1
@@ -145,7 +145,7 @@ def test_trained_compared_and_gone_on_with(folder, started, capsys):
 
 
 def test_a_waiting_branch_reads_its_trunk_once(folder, monkeypatch):
-    """It asks several times a second whether its checkpoint is there: only the folder is looked at again."""
+    """It asks several times a second whether its checkpoint is there: only the folder is checked again."""
     reads, trunk = [], Path("runs/small/w16")
     monkeypatch.setattr(difference, "described", lambda *args: reads.append(args) or described(*args))
     branch = next(each for each in read_suite(Path("small.yml")).members if each.name == "w16-from-3")

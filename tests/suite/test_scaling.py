@@ -22,7 +22,7 @@ TRUTH = Law(floor=1.7, log_a=math.log(400.0), log_b=math.log(1200.0), alpha=0.34
 
 
 def made(noise: float, seed: int, law: Law = TRUTH) -> Points:
-    """Sixteen models of 10 million to 3 billion parameters, each with five points; errors of log L with one part that a
+    """Sixteen models of 10 million to 3 billion parameters, each with five points. Errors of log L with one part that a
     run's points share.
     """
     draw = np.random.default_rng(seed)
@@ -55,7 +55,7 @@ def test_gemstones_published_points_give_their_numbers():
 
 def test_chinchillas_points_give_the_numbers_of_the_replication():
     """Besiroglu et al. 2024: E = 1.8172, A = 482.01, B = 2085.43, alpha = 0.3478, beta = 0.3658, with standard errors
-    of 0.03, 124.58, 1293.23, 0.02 and 0.02; they too left out five points.
+    of 0.03, 124.58, 1293.23, 0.02 and 0.02. They too omitted five points.
     """
     points = read_points(PUBLISHED / "chinchilla.csv")
     found = fit_law(points.take(np.argsort(points.tokens)[5:]))
@@ -186,7 +186,7 @@ axes:
 
 
 def test_points_of_runs_and_their_branches(tmp_path, monkeypatch, capsys):
-    """At a constant rate those of after the warmup; at the end those of branches instead of their trunks'."""
+    """At a constant rate those of after the warmup. At the end those of branches instead of their trunks'."""
     monkeypatch.chdir(tmp_path)
     Path("base.yml").write_text(BASE)
     Path("sizes.yml").write_text(SUITE)

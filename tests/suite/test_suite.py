@@ -188,7 +188,7 @@ def test_results_over_seeds(folder, capsys):
 
 @pytest.mark.tour
 def test_a_suite_trained_for_real(folder, capsys, monkeypatch):
-    """One by a job of an array and the others here, two at a time; then nothing is left to do, and another value is
+    """One by a job of an array and the others here, two at a time. Then nothing is left to do, and another value is
     refused before anything starts.
     """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -253,7 +253,7 @@ def test_shipped_suites(path):
 
 
 def parameters_of_a_gemstone(width: int, depth: int) -> int:
-    """As their program counts them: two tables of 50,304 rows; attention, a gated MLP and two norms; the last norm."""
+    """As their program counts them: two tables of 50,304 rows. Attention, a gated MLP and two norms. The last norm."""
     heads = width // 128
     block = width * (heads + 2 * (heads // 2)) * 128 + 128 * heads * width + 12 * width**2 + 2 * width
     return 2 * 50304 * width + depth * block + width

@@ -1,4 +1,4 @@
-"""tools/communication.py: what a run sent beside what was predicted, and a prediction without a run."""
+"""tools/communication.py: what a run sent next to what was predicted, and a prediction without a run."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_times_beside_the_machines_curves(folder, capsys):
 
 
 def test_what_was_slowest_is_named():
-    """Two pairs, of which 2-3 is ten times as slow; rank 3 is the one that they wait for."""
+    """Two pairs, of which 2-3 is ten times as slow. Rank 3 is the one that they wait for."""
 
     def summed(members: str, seconds: float, waiting: float, last: int) -> Durations:
         kind = MessageKind("backward", "data", members, "all_reduce", "fp32")
@@ -137,7 +137,7 @@ def timed_run(place: Path, exposed: float, timed: int) -> str:
     calls = [["backward", "", "data", 2, "all_reduce", "fp32", 2, 8]]
     for rank in range(2):
         lines = [{"rank": rank, "predicted": calls, "layout": {"data": 2}}, {"step": 0, "calls": calls}]
-        lines += [{"step": 0, "times": [[*row, 9.0, 9.0, 0.0, 2, 0]]}]  # left out
+        lines += [{"step": 0, "times": [[*row, 9.0, 9.0, 0.0, 2, 0]]}]  # omitted
         slow = {1: 100.0} if timed > 3 else {}  # one step that the machine held up
         lines += [{"step": at, "times": [[*row, slow.get(at, 0.4), exposed, 0.0, 2, 0]]} for at in range(1, timed)]
         text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -165,7 +165,7 @@ def test_two_runs_side_by_side(tmp_path, capsys):
 
 
 def test_what_is_predicted_at_most():
-    """As many messages of no more bytes; of other calls exactly as much."""
+    """As many messages of no more bytes. Of other calls exactly as much."""
     most, exact = (["forward", "", group, 2, "all_gather", "fp32", 2, 80] for group in ("tensor", "data"))
     facts, predicted = {"most": [[*most[:6], 0, 0]]}, Tally.of_rows([most, exact])
     for counted, equal in (
@@ -227,7 +227,7 @@ def test_a_trace_of_all_ranks(folder, capsys):
 
 
 def test_arrows_and_messages_at_the_same_time():
-    """Rank 0 sends two messages; two sums of rank 1 are under way together, so they are on two threads."""
+    """Rank 0 sends two messages. Two sums of rank 1 are under way together, so they are on two threads."""
     pair, both = ["forward", "", "pipeline", "0 1"], ["backward", "", "data", "1 3", "all_reduce", "fp32", 8]
     ranks = {
         0: [[*pair, "send", "fp32", 4, at, at + 5, at, [[at, at + 5]]] for at in (1000, 2000)],

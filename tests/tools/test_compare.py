@@ -29,7 +29,7 @@ def runs(tmp_path, monkeypatch) -> Path:
 
 
 def test_files_and_runs_differ_by_meaning(runs, capsys):
-    """A file against a resolved run of it: only what was said elsewhere; patterns of the same layers are the same."""
+    """A file against a resolved run of it: only what was said elsewhere. Patterns of the same layers are the same."""
     assert config(["diff", "base.yml", "b.yml", "--ranks", "2", "--json"]) == 0
     found = {each["key"]: each for each in json.loads(capsys.readouterr().out)["differences"]}
     assert set(found) == {"optimizer.lr", "run.name", "run.dir", "data.cache", "checkpoint.dir"}

@@ -41,7 +41,7 @@ class Case:
     values: dict[str, Any]  # the configuration
     plain: dict[str, Any]  # the same without the layout
     bounds: Bounds
-    slow: bool = False  # `make layouts` leaves it out, whatever it adds
+    slow: bool = False  # `make layouts` omits it, whatever it adds
 
     @property
     def name(self) -> str:

@@ -6,9 +6,9 @@ import torch
 
 
 class PlainScheduleFree:
-    """Algorithm 1 of arXiv 2405.15682 with the weights of the authors' program, which leave out AdamW's correction.
+    """Algorithm 1 of arXiv 2405.15682 with the weights of the authors' program, which omit AdamW's correction.
 
-    The masters are y, where gradients are taken; `finish` makes them x.
+    The masters are y, where gradients are taken. `finish` makes them x.
     """
 
     def __init__(self, options, masters: list[torch.Tensor], rates: list, decays: list, epsilons: list) -> None:

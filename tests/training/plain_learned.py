@@ -14,7 +14,7 @@ from tests.training.plain_matrices import blocks
 
 
 class PlainLearned:
-    """Masters have their gradients. Experts, and queries, keys and values, are tensors of their own to the package; it
+    """Masters have their gradients. Experts, and queries, keys and values, are tensors of their own to the package. It
     computes in the masters' type, with averages in fp32.
     """
 

@@ -132,7 +132,7 @@ def _value(coefficients, x: float) -> float:
 
 
 class PlainSOAP:
-    """Algorithms 3 and 4 of the paper, the first step left out as in the authors' program."""
+    """Algorithms 3 and 4 of the paper, the first step omitted as in the authors' program."""
 
     def __init__(self, options) -> None:
         own = options.options
@@ -167,7 +167,7 @@ class PlainSOAP:
 
 
 def _eigenvectors(matrix: torch.Tensor) -> torch.Tensor:
-    """Of the gradient times its transpose, the largest eigenvalue first; the null space has the project's basis."""
+    """Of the gradient times its transpose, the largest eigenvalue first. The null space has the project's basis."""
     values, vectors = torch.linalg.eigh(matrix.double() @ matrix.double().T)
     if values[-1] == 0:
         vectors = vectors[:, :0]
@@ -214,7 +214,7 @@ class PlainJorge:
 
 
 class PlainAdEMAMix:
-    """The paper's equations for masters that have their gradients; `warmup` is over from the step that it names."""
+    """The paper's equations for masters that have their gradients. `warmup` is over from the step that it names."""
 
     def __init__(self, options, masters: list[torch.Tensor], rates: list, decays: list, epsilons: list) -> None:
         self.options, self.masters, self.rates, self.decays, self.t = options, masters, rates, decays, 0

@@ -1,6 +1,6 @@
 """One short training run, in two ways: through the engine on this rank of a layout, and in plain PyTorch.
 
-Both start from the same perturbed weights and read the same batches; the plain run shares the model's layers with the
+Both start from the same perturbed weights and read the same batches. The plain run shares the model's layers with the
 engine, but neither its loss, accumulation, clipping, optimizer nor anything of DeepSpeed.
 """
 
@@ -37,7 +37,7 @@ EVALUATION = 1000  # the step whose batch is for evaluation
 
 @dataclass
 class Outcome:
-    """What a run says: per step the loss and the gradient norm; mean loss and weight of the evaluation; weights."""
+    """What a run says: per step the loss and the gradient norm. Mean loss and weight of the evaluation; weights."""
 
     losses: list[float]
     norms: list[float]
@@ -52,7 +52,7 @@ def noise(tensor: LogicalTensor) -> np.ndarray:
 
 
 def global_batch(config: Config, step: int) -> StepBatch:
-    """All samples of a step in one micro-batch; the first two have no label that counts, the others more and more."""
+    """All samples of a step in one micro-batch. The first two have no label that counts, the others more and more."""
     B, S = config.training.global_batch_size, config.training.sequence_length
     draw = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, config.model.vocab_size, (1, B, S + 1), generator=draw)
@@ -127,7 +127,7 @@ def mean(total, weight) -> tuple[float, float]:
 
 
 def train(values: dict[str, Any], ranks: int) -> tuple[list[float], list[float], tuple[float, float], list]:
-    """On every rank: train and evaluate; losses, norms, evaluation, and this rank's fragments of the masters."""
+    """On every rank: train and evaluate. Losses, norms, evaluation, and this rank's fragments of the masters."""
     return trained(*start(values, ranks))
 
 
@@ -296,7 +296,7 @@ def further_loss(config: Config, model, batch: StepBatch, rows: slice, share: to
 
 
 class PlainOptimizer:
-    """SGD with momentum, written out, torch's AdamW, or a rule of whole matrices; norms and biases do not decay. Each
+    """SGD with momentum, written out, torch's AdamW, or a rule of whole matrices. Norms and biases do not decay. Each
     tensor has its scales.
     """
 

@@ -6,7 +6,7 @@ from megatron.config.schema import Config
 
 
 def settings(steps: int = 10, batch: int = 4, length: int = 8, **sections: dict) -> Config:
-    """A `Config` with a schedule of `steps` steps; `sections` are merged over it."""
+    """A `Config` with a schedule of `steps` steps. `sections` are merged over it."""
     values = {
         "model": {"layers": "(attention/mlp) x1", "hidden_size": 8},
         "training": {"steps": steps, "sequence_length": length, "global_batch_size": batch, "accumulation": batch},

@@ -99,7 +99,7 @@ def guests(lab: str) -> Iterator[None]:
 
 
 def train(lab: str, run: str, ranks: int, *words: str) -> str:
-    """On every rank: the run, without a launcher; why it was refused, if it was."""
+    """On every rank: the run, without a launcher. Why it was refused, if it was."""
     with guests(lab):
         try:
             job(run, ranks, f"run.dir={run}", *words)

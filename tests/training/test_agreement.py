@@ -1,4 +1,4 @@
-"""Ranks that do not run what rank 0 runs are named on every rank; where all agree, none hears of all."""
+"""Ranks that do not run what rank 0 runs are named on every rank. Where all agree, none is notified of all."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ AROUND = {
 }
 
 
-WHOLE = ("attention",)  # with whole sequences too; the others wait for `-m slow`
+WHOLE = ("attention",)  # with whole sequences too. The others wait for `-m slow`
 
 
 def cases() -> list:

@@ -87,7 +87,7 @@ def test_metrics_have_each_group(found):
     assert len(steps) == 4
     for line in steps:
         pipeline = line["communication"]["pipeline"]
-        # 4 micro-batches of 16 x 32 floats; the first step tells the shape, in 256 integers
+        # 4 micro-batches of 16 x 32 floats. The first step tells the shape, in 256 integers
         first = line["step"] == 0
         assert counts(pipeline["send"]) == (4 + first, 4 * 16 * 32 * 4 + 1024 * first)
         assert counts(pipeline["recv"]) == (4, 4 * 16 * 32 * 4)
@@ -126,7 +126,7 @@ def test_every_message_is_in_an_account(found):
 
 
 def test_a_step_is_judged_by_the_message_in_which_its_numbers_are_exchanged(found):
-    """It comes before the update and has the gradient norm too; there is no other one."""
+    """It comes before the update and has the gradient norm too. There is no other one."""
     for account in read_accounts(found[0]).values():
         numbers = account.at(2).by("phase", "operation", "dtype")["exchange", "all_reduce", "fp64"]
         assert numbers == Tally.of_rows(account.facts["predicted"]).by("phase", "operation", "dtype")[
@@ -135,7 +135,7 @@ def test_a_step_is_judged_by_the_message_in_which_its_numbers_are_exchanged(foun
 
 
 def test_every_message_of_a_step_is_timed_and_split(found):
-    """Each rank's sums; and of each collective some rank came last, of each message one of the two."""
+    """Each rank's sums, and of each collective some rank came last, of each message one of the two."""
     folder, _, _ = found
     accounts = read_accounts(folder)
     for step in range(4):

@@ -41,7 +41,7 @@ STEP, AFTER = 2, 3  # the signal comes in this step, after so many looks
 
 
 def job(folder: str, case: str, stop_at: int | None, at: int | None, moment: int):
-    """Train; rank 1 (or the only one) gets a signal at a look of step `at`. What it ended as, and the looks it took."""
+    """Train. Rank 1 (or the only one) gets a signal at a look of step `at`. What it ended as, and the looks it took."""
     import torch.distributed as dist
 
     from megatron.checkpoint import GroupCommunicator
@@ -76,7 +76,7 @@ def job(folder: str, case: str, stop_at: int | None, at: int | None, moment: int
     original, trainer.EVERY = Looks.__call__, 0.0
 
     def called(self, done: int, total: int) -> None:
-        self._pace = None  # look at every chance: this model is too quick to be looked into
+        self._pace = None  # check every chance: this model is too quick to be looked into
         if at == self._step and mesh.rank == (1 if ranks > 1 else 0) and done == moment:
             os.kill(os.getpid(), signal.SIGTERM)
         if at == self._step:

@@ -72,7 +72,7 @@ def on_four_ranks(recipe: dict[str, Any], layout: str) -> tuple[list, dict[str, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients(layout: str):
-    """Each tensor's change in a step, over the learning rate; and each correction's, which is a step of its rate or
+    """Each tensor's change in a step, over the learning rate, and each correction's, which is a step of its rate or
     none.
     """
     expected, begin = alone("gradients")

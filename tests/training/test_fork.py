@@ -38,7 +38,7 @@ def events(run: Path) -> list[dict]:
 
 
 def test_a_branch_is_what_one_run_would_have_been(tmp_path):
-    """Beyond the trunk's end, with dropout; the trunk's own checkpoints and files stay as they are."""
+    """Beyond the trunk's end, with dropout. The trunk's own checkpoints and files stay as they are."""
     train(tmp_path / "trunk", TINY, TRUNK)
     before = {path: path.read_bytes() for path in (tmp_path / "trunk").rglob("*") if path.suffix in (".yml", ".json")}
     found = branch(tmp_path, 4, 4)
@@ -58,7 +58,7 @@ def test_a_branch_is_what_one_run_would_have_been(tmp_path):
 
 
 def test_a_branch_reads_the_batches_of_its_trunk_and_goes_on_after_a_stop(tmp_path):
-    """On texts that are read several times, whose order depends on the length of the run; then on two ranks."""
+    """On texts that are read several times, whose order depends on the length of the run. Then on two ranks."""
     corpora(tmp_path)
     text = CONFIG.replace("FOLDER", str(tmp_path)).replace("steps: 6", "steps: 60")
     trunk = train(tmp_path / "trunk", text, TRUNK, "training.stop_at_step=9", "checkpoint.every=3")

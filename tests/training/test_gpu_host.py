@@ -1,6 +1,6 @@
 """What a step asks of a GPU, counted without one: kernels, waits, copies, collectives, groups (`make gpu-host`).
 
-The host's side is real, on a stand-in that computes nothing (tests/stand_ins/gpu); no time follows from it.
+The host's side is real, on a stand-in that computes nothing (tests/stand_ins/gpu). No time follows from it.
 """
 
 from __future__ import annotations

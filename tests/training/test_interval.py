@@ -31,7 +31,7 @@ def test_no_other_interval_loses_less(save: float, between: float) -> None:
 
 @pytest.mark.parametrize("save", [0.05, 2.0, 30.0])
 def test_saves_take_less_than_a_hundredth_where_failures_are_5000_of_them_apart(save: float) -> None:
-    """Young's share is sqrt(save / (2 between)); oftener, a smaller share would lose more than it spares."""
+    """Young's share is sqrt(save / (2 between)). Oftener, a smaller share would lose more than it spares."""
     for more in (1.0, 3.0, 100.0):
         between = 5000 * more * save
         share = save / (best_interval(save, between) + save)
@@ -65,7 +65,7 @@ def test_failures_and_costs_of_earlier_starts_count(tmp_path: Path) -> None:
 
 
 def test_a_run_saves_when_the_interval_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock of a minute per look; the first save after FIRST seconds, then by what the toy's saves cost (0.5 s)."""
+    """A clock of a minute per look. The first save after FIRST seconds, then by what the toy's saves cost (0.5 s)."""
     monkeypatch.setattr("megatron.training.hooks.checkpoint.DEVICE_HOURS", 10.0)
     config = settings(
         60, run={"dir": str(tmp_path), "name": "run"}, logging={"console": "quiet", "curve": False},
@@ -81,7 +81,7 @@ def test_a_run_saves_when_the_interval_is_over(tmp_path: Path, monkeypatch: pyte
     ]
     assert saves[0][0] == 6 and {reason for _, reason in saves} == {"the interval that loses least time"}
     gaps = {later - earlier for (earlier, _), (later, _) in zip(saves[:-1], saves[1:])}
-    wanted = best_interval(0.5, 36000.0) / 60  # steps, of which it takes one more to hear of it
+    wanted = best_interval(0.5, 36000.0) / 60  # steps, of which it takes one more to are notified of it
     assert gaps <= {int(wanted) + 1, int(wanted) + 2}, (gaps, wanted)
 
 

@@ -94,7 +94,7 @@ class Run:
         folder: of the configuration and the run.
         ranks: number of processes.
         steps: its length.
-        start: how a process is started; gives its id.
+        start: how a process is started. Gives its id.
     """
 
     def __init__(self, folder: Path, ranks: int, steps: int, start: Start) -> None:
@@ -122,7 +122,7 @@ class Run:
         return max((int(each.name[5:]) for each in found), default=-1)
 
     def running(self) -> bool:
-        """Whether all ranks live; a rank that failed by itself is an error."""
+        """Whether all ranks live. A rank that failed by itself is an error."""
         for process in list(self.alive):
             status = process.poll()
             if status is not None:
@@ -148,7 +148,7 @@ class Run:
             time.sleep(0.01)
 
     def kill(self, choose: random.Random) -> bool:
-        """Kill one rank, then the others, who cannot go on. Returns whether that was during a save."""
+        """Kill one rank, then the others, who cannot continue. Returns whether that was during a save."""
         for process in choose.sample(self.alive, len(self.alive)):
             process.kill()
             process.wait()

@@ -29,7 +29,7 @@ LAYOUTS = {
         "training": {"activation_checkpointing": {"mode": "full"}},
     },
 }
-# Grouped queries with windows and documents; every head its own keys, and biases, which noise makes other than 0.
+# Grouped queries with windows and documents. Every head its own keys, and biases, which noise makes other than 0.
 MODELS = {
     "grouped": {
         "model": {
@@ -116,7 +116,7 @@ def shrink_head(named: dict[str, torch.Tensor], prefix: str, own: Any, head: int
 
 
 def shrink_latent(named: dict[str, torch.Tensor], prefix: str, own: Any, head: int, factor: float) -> None:
-    """Queries that positions turn, those that they do not, keys of this head; then the head's values, which stay."""
+    """Queries that positions turn, those that they do not, keys of this head. Then the head's values, which stay."""
     query, keys = named[f"{prefix}.query.weight"], named[f"{prefix}.key_value.weight"]
     begin = head * (own.rope_dim + own.nope_dim)
     query[begin : begin + own.rope_dim] *= factor

@@ -1,4 +1,4 @@
-"""checkpoint.prove: a run goes on if what it reads computes what was saved, and not otherwise."""
+"""checkpoint.prove: a run continues if what it reads computes what was saved, and not otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved on one layout, resumed on another: the same state bit for bit, and the run goes on as if unbroken."""
+"""Saved on one layout, resumed on another: the same state bit for bit, and the run continues as if unbroken."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ SAME = [
 
 
 def one_after_the_other(values: dict[str, Any], ranks: int, sources: list[str]) -> list[tuple]:
-    """On every rank, with one engine: resume from each checkpoint and train a step; losses, norms, state before it."""
+    """On every rank, with one engine: resume from each checkpoint and train a step. Losses, norms, state before it."""
     import torch.distributed as dist
 
     from megatron.checkpoint import SOLO, GroupCommunicator, open_checkpoint
@@ -239,7 +239,7 @@ class Leg:
 
 
 def leg(values: dict[str, Any], ranks: int, count: int, source: str | None, target: str | None):
-    """On every rank: resume from the checkpoint `source` or start anew, train `count` steps, save into `target`."""
+    """On every rank: resume from the checkpoint `source` or start again, train `count` steps, save into `target`."""
     import torch.distributed as dist
 
     from megatron.checkpoint import SOLO, GroupCommunicator, Meta, open_checkpoint, save

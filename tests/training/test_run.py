@@ -36,7 +36,7 @@ logging: {console: quiet, curve: false}
 
 
 def job(folder: str, ranks: int, *overrides: str, attempt: int = 0) -> list[dict]:
-    """One run on this worker's ranks; rank 0 returns the lines of metrics.jsonl."""
+    """One run on this worker's ranks. Rank 0 returns the lines of metrics.jsonl."""
     resolved = load([str(Path(folder) / "tiny.yml")], [f"run.dir={folder}/run", *overrides], ranks=ranks)
     return run_on_this_rank(resolved, ranks, attempt)
 
@@ -96,7 +96,7 @@ def test_the_layout_changes_nothing_that_is_learned(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_back_leaves_the_other_branch(tmp_path: Path) -> None:
-    """Later checkpoints of the old branch would be what the next `resume: auto`, after a crash, goes on from."""
+    """Later checkpoints of the old branch would be what the next `resume: auto`, after a crash, continues from."""
     start(tmp_path, 1)
     folder = tmp_path / "run" / "checkpoints"
     back = f"checkpoint.resume={folder}/step_00000002"
@@ -105,7 +105,7 @@ def test_a_run_that_goes_back_leaves_the_other_branch(tmp_path: Path) -> None:
     aside = folder / "superseded_1"
     assert sorted(path.name for path in aside.iterdir()) == ["step_00000004", "step_00000006"]
     assert open_checkpoint(aside / "step_00000006", verify="checksums").step == 6
-    # Started again after a failure it goes on, though its configuration still names step 2.
+    # Started again after a failure it continues, though its configuration still names step 2.
     whole = start(tmp_path, 1, back, "optimizer.lr=1e-3", attempt=1)
     learned = [[line["loss"] for line in lines if "loss" in line] for lines in (found, whole)]
     assert [len(each) for each in learned] == [4, 6] and learned[1][:4] == learned[0]
@@ -168,7 +168,7 @@ def test_weights_of_a_hugging_face_folder(tmp_path: Path) -> None:
 
 
 def test_a_copy_is_known_by_what_it_is_of(tmp_path: Path) -> None:
-    """The names of checkpoints are steps: two buckets, or one that was written anew, have the same."""
+    """The names of checkpoints are steps: two buckets, or one that was written again, have the same."""
     for name, lr in (("one", "1e-2"), ("two", "2e-2"), ("one_again", "3e-2")):
         start(
             tmp_path,
@@ -433,9 +433,7 @@ def test_tokens_are_those_that_were_read_though_the_batch_grew(tmp_path):
 
 
 def test_a_checkpoint_has_its_place_in_the_ledger(tmp_path):
-    """Cut there, the ledger has the batches of exactly the steps before the checkpoint; a resumed run tells
-    the place.
-    """
+    """Cut there, the ledger has the batches of exactly the steps before the checkpoint. A resumed run tells the place."""
     start(tmp_path, 1, "training.stop_at_step=4", "checkpoint.every=3")
     place = open_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000003").meta.ledger["bytes"]
     text = (tmp_path / "run" / "ledger.jsonl").read_bytes()
@@ -454,7 +452,7 @@ def test_a_checkpoint_has_its_place_in_the_ledger(tmp_path):
 
 
 def test_flipped_bits_in_a_run_s_logs_cost_their_lines(tmp_path: Path) -> None:
-    """The run goes on as if nothing had happened, and leaves out the same batches: its checkpoint knows them too."""
+    """The run continues as if nothing had happened, and omits the same batches: its checkpoint knows them too."""
     out = "data.left_out=[{step: 1, batches: 2}]"
     whole = start(tmp_path, 1, f"run.dir={tmp_path}/whole", out)
     start(tmp_path, 1, out, "training.stop_at_step=4")

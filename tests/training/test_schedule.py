@@ -163,7 +163,7 @@ def neox_today(n: int, lr: float, low: float, warmup: float, end: int, style: st
 @pytest.mark.parametrize("style", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize("warmup", [0, 25, 0.5])
 def test_neox_is_the_rule_of_today(style, warmup):
-    """At every update, the first too; after the end the last rate stays."""
+    """At every update, the first too. After the end the last rate stays."""
     share = {"warmup_fraction": warmup / 400} if warmup == 0.5 else {"warmup_steps": warmup}
     ours = schedule(steps=400, lr=3e-4, type=style, min_lr_ratio=0.2, compat="neox", **share)
     expected = [neox_today(min(n, 400), 3e-4, 6e-5, warmup, 400, style) for n in range(450)]

@@ -29,7 +29,7 @@ RECIPE = {
 
 
 def evaluated(values: dict[str, Any], ranks: int, often: bool) -> tuple[list[list], list[float], list[tuple]]:
-    """On every rank: fragments after each of three steps; their losses; evaluations before each and at the end, and
+    """On every rank: fragments after each of three steps. Their losses. Evaluations before each and at the end, and
     after it that of a second engine which begins with the weights that the first has saved.
     """
     config, engine = runs.start(values, ranks)

@@ -99,7 +99,8 @@ def staged(tokens, tmp_path_factory) -> tuple[Path, list[dict]]:
 
 @pytest.fixture(scope="module")
 def by_hand(tokens, tmp_path_factory) -> tuple[Path, list[dict]]:
-    """Three runs of one length each, in the same folder: each goes on with weights and optimizer of the one before."""
+    """Three runs of one length each, in the same folder: each continues with weights and optimizer of the one
+    before."""
     folder, lines = tmp_path_factory.mktemp("by_hand"), []
     for end, length, rotary in (
         (2, 16, {"base": 500.0}),
@@ -206,7 +207,7 @@ def test_a_checkpoint_is_of_its_stage(staged) -> None:
 
 
 def test_a_run_gets_further_stages(tokens, tmp_path) -> None:
-    """A finished run of 16 tokens goes on with 64: the schedule says what it was, and nothing has to be allowed."""
+    """A finished run of 16 tokens continues with 64: the schedule says what it was, and nothing has to be allowed."""
     short = values(
         tokens, tmp_path, steps=3, sequence_length=16, micro_batch_size=4, global_batch_size=16, sequence_schedule=[]
     )

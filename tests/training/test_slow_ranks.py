@@ -42,7 +42,7 @@ logging: {console: quiet, curve: false, every: 1}
 
 
 def windows(draw: random.Random, ranks: int, slow: dict[int, tuple[int, float]], count: int) -> Comparison:
-    """Windows of ten steps with noise; `slow` has the window from which on a rank takes how many times as long."""
+    """Windows of ten steps with noise. `slow` has the window from which on a rank takes how many times as long."""
     comparison = Comparison([0] * ranks, 1.5, 3)
     for number in range(count):
         seconds = []

@@ -43,7 +43,7 @@ logging: {console: quiet, curve: false}
 
 
 def corpora(folder: Path) -> None:
-    """One file of lines as it is, one compressed; both with characters of several bytes."""
+    """One file of lines as it is, one compressed. Both with characters of several bytes."""
     random = np.random.default_rng(11)
     for name, count, packed in (("prose", 120, False), ("code", 50, True)):
         lines = [

@@ -36,7 +36,7 @@ TRAINING = {"steps": 1, "sequence_length": 16, "micro_batch_size": 2, "global_ba
 EXPERTS = {
     # Each expert is the dense layer, and the weights of a token's experts add up to 1.
     "copies": {"experts": 4, "top_k": 2, "hidden_size": 64, "router": {"normalize": True, "correction": "sign"}},
-    # Four experts in a row are the dense layer; all are used, each with a weight of 1.
+    # Four experts in a row are the dense layer. All are used, each with a weight of 1.
     "slices": {"experts": 4, "top_k": 4, "hidden_size": 16, "router": {"normalize": True, "scale": 4.0}},
 }
 LAYOUTS = {
@@ -55,7 +55,7 @@ def dense(folder: Path):
 
 
 def loss_after_start(values: dict, ranks: int, path: str) -> tuple[list, tuple[float, float]]:
-    """On every rank: start from the checkpoint; this rank's masters, and the loss of a batch in evaluation."""
+    """On every rank: start from the checkpoint. This rank's masters, and the loss of a batch in evaluation."""
     from megatron.checkpoint import SOLO, GroupCommunicator, open_checkpoint
     from megatron.training.start.resume import initialize
     from megatron.training.world import World
@@ -105,7 +105,7 @@ def test_computes_what_the_dense_model_does(kind: str, layout: str, tmp_path):
 
 
 def grown(values: dict, ranks: int, path: str) -> tuple[list, tuple[float, float]]:
-    """On every rank: a deeper model from the checkpoint; this rank's masters, and the loss of a batch."""
+    """On every rank: a deeper model from the checkpoint. This rank's masters, and the loss of a batch."""
     from megatron.checkpoint import SOLO, GroupCommunicator, open_checkpoint
     from megatron.training.start.resume import initialize
     from megatron.training.world import World
@@ -123,7 +123,7 @@ def grown(values: dict, ranks: int, path: str) -> tuple[list, tuple[float, float
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2, ZeRO 3"])
 def test_a_deeper_model_that_computes_the_same(layout: str, tmp_path):
-    """Blocks that are the identity change nothing; copies are copies."""
+    """Blocks that are the identity change nothing. Copies are copies."""
     model, path = dense(tmp_path / "dense")
     ranks, cut = LAYOUTS[layout]
     values = {

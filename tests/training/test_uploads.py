@@ -1,4 +1,4 @@
-"""Runs that upload their checkpoints, and go on from what they have uploaded."""
+"""Runs that upload their checkpoints, and continue from what they have uploaded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def resumed(tmp_path: Path) -> list[dict]:
 
 
 def test_a_run_that_has_lost_its_folder_goes_on_from_its_store(tmp_path: Path) -> None:
-    """Every 4th step is saved for it, of which the newest two stay there; a run that never began takes nothing."""
+    """Every 4th step is saved for it, of which the newest two stay there. A run that never began takes nothing."""
     bucket, expected = tmp_path / "bucket", start(tmp_path, 1, f"run.dir={tmp_path}/whole", "training.steps=14")
     own = (stored(f"file://{bucket}", every=4, keep=2), "checkpoint.every=5", f"run.dir={tmp_path}/run")
     own = (*own, "training.steps=14")
@@ -183,7 +183,7 @@ def test_what_a_run_went_back_from_is_not_taken_from_its_copies(tmp_path: Path) 
 
 
 def test_the_account_of_copies(tmp_path: Path) -> None:
-    """A rollback, a start anew, and going back without having begun there."""
+    """A rollback, a start again, and going back without having begun there."""
     (tmp_path / "tiny.yml").write_text(TINY)
     config = load([str(tmp_path / "tiny.yml")], [f"run.dir={tmp_path}"], ranks=1).config
 

@@ -75,12 +75,12 @@ def train(folder: Path, name: str, *overrides: str, ranks: int = 1) -> list[tupl
 
 
 def left_out(entry: dict) -> str:
-    """The override that leaves out the same batches from the beginning."""
+    """The override that omits the same batches from the beginning."""
     return f"data.left_out={[dict(zip(('step', 'batches'), pair)) for pair in entry['left_out']]}"
 
 
 def same(folder: Path, one: str, other: str, step: int) -> None:
-    """Two checkpoints of a step are equal to the last bit, with what counts beside tensors."""
+    """Two checkpoints of a step are equal to the last bit, with what counts next to tensors."""
     ours, theirs = tensors(folder, step, one), tensors(folder, step, other)
     different = [key for key in ours if not torch.equal(ours[key], theirs[key])]
     assert ours.keys() == theirs.keys() and not different
@@ -100,7 +100,7 @@ OFTEN = ("adamw", "muon", "schedule_free_adamw", "adamw_8bit")
     "optimizer", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.slow) for each in WRITTEN]
 )
 def test_back_to_the_beginning(optimizer: str, tmp_path: Path) -> None:
-    """The optimizer has counted nothing there: its bias corrections begin anew."""
+    """The optimizer has counted nothing there: its bias corrections begin again."""
     options = (f"optimizer.type={optimizer}", "checkpoint.every=6")
     found = train(tmp_path, "back", *options, SPIKES, strike(tmp_path, 1))
     (back,) = [each for each in read_ledger(tmp_path / "back" / "ledger.jsonl") if each["event"] == "rollback"]
@@ -143,7 +143,7 @@ def test_a_return_begins_with_nothing_left_out(wire: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("wire", ["none", "top_k"])
 def test_passes_without_an_update_change_no_bit(wire: str, tmp_path: Path) -> None:
-    """The noise scale and audits; and an audit of a healthy run finds nothing."""
+    """The noise scale and audits, and an audit of a healthy run finds nothing."""
     expected = train(tmp_path, "plain", *sent(wire), ranks=2)
     watched = ("logging.noise_scale=1", "training.audit=2", "training.audit_action=restart")
     assert train(tmp_path, "watched", *sent(wire), *watched, ranks=2) == expected
@@ -186,7 +186,7 @@ WAYS = ("skip", "rollback", "watch", "stop")
     "seed", [pytest.param(each, marks=pytest.mark.slow) if each > 3 else each for each in range(40)]
 )
 def test_a_drawn_way_back(seed: int, tmp_path: Path) -> None:
-    """Any optimizer, average, form of gradients and ZeRO stage; two ranks."""
+    """Any optimizer, average, form of gradients and ZeRO stage. Two ranks."""
     draw = random.Random(seed)
     way, optimizer = WAYS[seed % len(WAYS)], draw.choice(WRITTEN)
     stage = draw.choice([0, 1, 2, 3])
@@ -273,7 +273,7 @@ def struck(folder: Path, options: tuple[str, ...]) -> tuple[list[tuple], str]:
 
 
 def forked(folder: Path, options: tuple[str, ...], draw: random.Random) -> None:
-    """A branch ends as one run does whose rate decays from there on; its trunk may have gone back."""
+    """A branch ends as one run does whose rate decays from there on. Its trunk may have gone back."""
     skipped: tuple[str, ...] = ()
     if draw.random() < 0.5:
         skipped = (struck(folder, options)[1],)

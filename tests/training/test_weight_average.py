@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 def averaged(values: dict[str, Any], ranks: int) -> tuple[list[list], tuple, tuple, tuple]:
-    """On every rank: fragments before and after each of two steps; evaluations with the weights, with the average, and
+    """On every rank: fragments before and after each of two steps. Evaluations with the weights, with the average, and
     with the weights again.
     """
     config, engine = runs.start(values, ranks)

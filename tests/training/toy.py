@@ -33,7 +33,7 @@ class ToyBatch:
 
 
 class ToyLoader:
-    """Batches as a function of the step; sample b goes to rank b mod ranks. Each token follows from the last."""
+    """Batches as a function of the step. Sample b goes to rank b mod ranks. Each token follows from the last."""
 
     def __init__(self, config, rank: int = 0, ranks: int = 1, seed: int = 0) -> None:
         self.batch, self.length = config.training.global_batch_size, config.training.sequence_length
@@ -54,7 +54,7 @@ class ToyLoader:
 
 
 class ToyEngine:
-    """Embedding and head; gradients are summed over ranks, so any number of ranks gives the same updates."""
+    """Embedding and head. Gradients are summed over ranks, so any number of ranks gives the same updates."""
 
     def __init__(self, config) -> None:
         generator = torch.Generator().manual_seed(config.training.seed)
@@ -110,7 +110,7 @@ class ToyEngine:
 
 
 class ToySaver:
-    """Checkpoints as torch files; a save counts as written at the next poll."""
+    """Checkpoints as torch files. A save counts as written at the next poll."""
 
     def __init__(self, folder: Path, engine: ToyEngine) -> None:
         self.folder, self.engine = folder, engine

@@ -11,7 +11,7 @@ from megatron.worker import devices
 
 
 def amd(folder, buses, cores):
-    """A machine with two processors and AMD devices; `buses` as (domain, bus, device, function), None a hidden one."""
+    """A machine with two processors and AMD devices. `buses` as (domain, bus, device, function), None a hidden one."""
     (folder / "dev").mkdir()
     (folder / "dev" / "kfd").touch()
     nodes = folder / "sys" / "class/kfd/kfd/topology/nodes"

@@ -25,7 +25,7 @@ class Case:
 
     Attributes:
         name: what is wrong.
-        text: a.yml after its first line; its first line is line 2.
+        text: a.yml after its first line. Its first line is line 2.
         says: fragments of the message.
         problems: how many problems are listed.
         ranks: of the run.

@@ -132,7 +132,7 @@ def oracle(values: Mapping[str, Any], dtype: torch.dtype) -> tuple[float, dict[s
 
 
 def on_this_rank(values: dict[str, Any], ranks: int) -> tuple[float, list[tuple], list[str]]:
-    """One step of the engine, as `megatron.testing.layouts.on_this_rank`; and which parameters have an optimizer."""
+    """One step of the engine, as `megatron.testing.layouts.on_this_rank`, and which parameters have an optimizer."""
     from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
     from megatron.parallel.layout.layout import Layout

@@ -293,7 +293,7 @@ def test_files_for_peft_make_the_merged_model(
 
 
 def test_a_run_begins_with_adapters_of_peft(models: Path, tmp_path: Path) -> None:
-    """It begins at the loss with which the run that has trained them goes on."""
+    """It begins at the loss with which the run that has trained them continues."""
     values = values_of(models, tmp_path / "first", "gpt_neox", **ADAPTERS["gpt_neox"])
     values = {**values, "training": {**values["training"], "steps": 5}}
     values["checkpoint"]["steps"] = [4]

@@ -18,7 +18,7 @@ from tests.training.test_run import TINY
 from tests.workers import run as on_ranks
 
 LAST = 6
-LAYOUTS = {  # ranks, overrides; rank and state whose bit flips, ranks that are named, whether for certain
+LAYOUTS = {  # ranks, overrides. Rank and state whose bit flips, ranks that are named, whether for certain
     "three replicas": (3, ("zero.stage=0",), (1, "master", [1], True)),
     "three replicas, moment": (3, ("zero.stage=0",), (2, "exp_avg_sq", [2], True)),
     "two replicas": (2, ("zero.stage=0",), (1, "master", [0, 1], False)),
@@ -67,7 +67,7 @@ def test_a_flipped_bit_is_found_and_its_rank_named(layout: str, tmp_path: Path) 
     assert said == ["finished"] * ranks, "a false alarm"
     chosen = f"{{rank: {rank}, state: {state}}}"
     flip = f"hooks=[{{type: 'tests.features.integrity.test_corruption:Flip', options: {chosen}}}]"
-    # A weight flips just before a save, which is where that is found; all else is found at the next comparison.
+    # A weight flips just before a save, which is where that is found. All else is found at the next comparison.
     done, good = (4, 3) if state == "weight" else (LAST, 4)
     said = on_ranks(ranks, attempt, str(tmp_path), str(ranks), *options, flip)
     assert len(set(said)) == 1 and said[0].startswith(f"Corruption: after {done} updates "), said

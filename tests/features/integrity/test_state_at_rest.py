@@ -158,7 +158,7 @@ def test_nothing_that_a_run_does_itself_is_taken_for_a_fault(run: str, tmp_path:
     ranks, options = SOUND[run]
     (tmp_path / "tiny.yml").write_text(TINY)
     always = (*options, "training.hashes=2", "training.hashes_at_rest=always", f"training.steps={BAD + 3}")
-    for end in (("training.stop_at_step=4",), ()):  # and goes on
+    for end in (("training.stop_at_step=4",), ()):  # and continues
         assert on_ranks(ranks, attempt, str(tmp_path), str(ranks), *always, *end) == ["finished"] * ranks
 
 
@@ -167,7 +167,7 @@ def test_nothing_that_a_run_does_itself_is_taken_for_a_fault(run: str, tmp_path:
     ["zero 1", "zero 3", "tensor", "pipeline", *(pytest.param(f"zero {n}", marks=pytest.mark.slow) for n in (0, 2))],
 )
 def test_a_bit_that_flips_in_a_gradient_is_found_and_its_rank_named(layout: str, tmp_path: Path) -> None:
-    """In a step that is computed twice; clipping, by a norm that all ranks share, hides nobody."""
+    """In a step that is computed twice. Clipping, by a norm that all ranks share, hides nobody."""
     ranks, options = LAYOUTS[layout]
     options = (*options, f"training.audit={AUDITED + 1}", "training.audit_action=restart", "evaluation.every=null")
     for summed in (False, True):
@@ -204,7 +204,7 @@ def test_the_rest_begins_after_an_update_and_ends_before_the_next() -> None:
     assert update() == 0, "nobody watched"
     rest.begin()
     weight.data[3] = 7.0
-    rest.begin()  # an update was left out: it is the same rest
+    rest.begin()  # an update was omitted: it is the same rest
     assert update() == 1 and rest.changed() == ["w (master)"]
     assert update() == 1, "it is not forgotten until somebody asks"
     rest.begin(frozenset())

@@ -102,7 +102,7 @@ class Written:
 
 @pytest.mark.parametrize(("tied", "apart", "z_loss"), [(False, False, 0.0), (True, True, 0.02)])
 def test_the_papers_equations(tied: bool, apart: bool, z_loss: float):
-    """Loss and gradients of all parameters; with documents that do not attend to each other, too."""
+    """Loss and gradients of all parameters. With documents that do not attend to each other, too."""
     model = built(z_loss, apart, embedding={"multiplier": 3.0, "tied": tied}).train()
     tokens, weights, documents = drawn()
     extras = {}
@@ -141,7 +141,7 @@ def test_labels_of_further_tokens():
 
 
 def test_costs():
-    """Parameters; FLOPs of an evaluation, which has no module; and of a step, as torch counts them."""
+    """Parameters. FLOPs of an evaluation, which has no module, and of a step, as torch counts them."""
     values = {"model": MODEL, "training": {"steps": 1, "sequence_length": S, "micro_batch_size": 1}}
     check_counts({**values, "data": {"synthetic": "copy"}})
     model, (tokens, weights, _) = built(chunk=0).train(), drawn(1)  # torch counts no products that are added in place

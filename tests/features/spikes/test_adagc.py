@@ -1,4 +1,4 @@
-"""AdaGC: its rule against the paper's; whole runs against that rule, one process, and themselves after a restart."""
+"""AdaGC: its rule against the paper's. Whole runs against that rule, one process, and themselves after a restart."""
 
 from __future__ import annotations
 

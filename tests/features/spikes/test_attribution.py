@@ -26,7 +26,7 @@ CASES = {
 
 
 def start(folder: str, name: str, path: str, places: tuple[str, str], attempt: int) -> tuple[int, list[dict]]:
-    """One start of a run; the status with which it ends, and its records."""
+    """One start of a run. The status with which it ends, and its records."""
     cause, size, policy = CASES.get(name, ("data", 1.0, "spikes.action=skip"))
     options = f"{{step: {BAD if name in CASES else -1}, size: {size}, cause: {cause}, place: node2/0}}".replace(
         "nan", ".nan"

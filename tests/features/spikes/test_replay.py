@@ -1,4 +1,4 @@
-"""Steps that are computed twice: nothing changes where the machine repeats itself; where it does not, it is told."""
+"""Steps that are computed twice: nothing changes where the machine repeats itself. Where it does not, it is told."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_the_window_is_that_of_olmo_core(window: int, sigma: float) -> None:
 
 
 def test_sums_that_go_with_the_window_do_not_drift() -> None:
-    """Values of all sizes come and go; then the window is as if it had only seen the last ones."""
+    """Values of all sizes come and go. Then the window is as if it had only seen the last ones."""
     generator = np.random.default_rng(3)
     values = (generator.normal(0, 1, 3000) * 10.0 ** generator.integers(-30, 60, 3000)).tolist()
     window, fresh = RunningWindow(7, 2.0), RunningWindow(7, 2.0)

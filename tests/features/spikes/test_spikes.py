@@ -39,7 +39,7 @@ spikes: {window: 10, sigma: 6, back: 1, leave_out: 3, limit: 2}
 
 
 def write(folder: Path, batches: list[int], bad: tuple[int, ...] = (BAD,)) -> str:
-    """A file of these batches, in which each row counts upwards from a drawn place; those of bad ones are noise of
+    """A file of these batches, in which each row counts upwards from a drawn place. Those of bad ones are noise of
     tokens that no other has."""
     rows = []
     for batch in batches:
@@ -72,7 +72,7 @@ def losses(lines: list[dict]) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-# One process, the pipeline and ZeRO 3 reach the optimizer by other code; the rest differ little from these.
+# One process, the pipeline and ZeRO 3 reach the optimizer by other code. The rest differ little from these.
 OFTEN = ("one", "pipeline, zero 1", "zero 3", "zero 1, bf16")
 
 
@@ -248,7 +248,7 @@ NAN = {
 
 @pytest.mark.parametrize("layout", rarely(NAN))
 def test_gradients_that_are_no_numbers(layout: str, tmp_path: Path) -> None:
-    """DeepSpeed leaves such an update out by itself under ZeRO; here that is no overflow of fp16, and is not silent."""
+    """DeepSpeed leaves such an update out by itself under ZeRO. Here that is no overflow of fp16, and is not silent."""
     ranks, options = NAN[layout]
     path = write(tmp_path, list(range(STEPS)), bad=())
     options = (*options, "hooks=['tests.features.spikes.test_spikes:Nan']")

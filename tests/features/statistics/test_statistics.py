@@ -113,7 +113,7 @@ def test_training_does_not_notice(alone):
 
 @pytest.mark.parametrize(("name", "number"), [("one", 0), ("schedule-free", 4)])
 def test_norms_are_those_of_the_checkpoints(alone, name, number):
-    """Weights and their changes from the saved checkpoints, which hold the average with a schedule-free optimizer; the
+    """Weights and their changes from the saved checkpoints, which hold the average with a schedule-free optimizer. The
     gradient's parts make the whole, before clipping."""
     folder, found = alone
     before = None
@@ -162,10 +162,10 @@ def test_no_layout_changes_them(alone, tmp_path, ranks):
             compare({"noise": line["noise_scale"]}, {"noise": other["noise_scale"]}, name)
 
 
-# Measured: the largest difference of any number on these layouts was 1.8e-5, with AVX-512 and with AVX2; ten times that
+# Measured: the largest difference of any number on these layouts was 1.8e-5, with AVX-512 and with AVX2. Ten times that
 # is left for other processors. A shard that is missed or counted twice changes a norm by some percent.
 APART = 2e-4
-FP32 = 1e-5  # of numbers that fp32 computes in an order of its own, beside float64
+FP32 = 1e-5  # of numbers that fp32 computes in an order of its own, next to float64
 
 
 def compare(found: dict, expected: dict, name: str = "") -> None:

@@ -58,7 +58,7 @@ CASES = {
 
 
 def written_out(q: Tensor, k: Tensor, pattern, documents: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """Probabilities [B, n, S, S], a query after the other; what a sink takes is what they lack of 1."""
+    """Probabilities [B, n, S, S], a query after the other. What a sink takes is what they lack of 1."""
     B, n, _, _ = q.shape
     found = torch.zeros(B, n, S, S, dtype=DOUBLE)
     for b in range(B):

@@ -1,4 +1,4 @@
-"""Attention of long sequences, computed in pieces, is the attention that is written out whole; gradients too."""
+"""Attention of long sequences, computed in pieces, is the attention that is written out whole. Gradients too."""
 
 from __future__ import annotations
 

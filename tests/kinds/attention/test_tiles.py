@@ -21,7 +21,7 @@ SCALE = 0.3
 
 
 def inputs(heads: int, kv: int, length: int, channels: int, of_values: int) -> list[torch.Tensor]:
-    """Queries, keys and values as layers give them, heads of a token side by side; and the gradient of the result."""
+    """Queries, keys and values as layers give them, heads of a token side by side, and the gradient of the result."""
     generator = torch.Generator().manual_seed(length)
     shapes = ((heads, channels), (kv, channels), (kv, of_values), (heads, of_values))
     return [torch.randn(2, length, *each, generator=generator).to(DOUBLE).transpose(1, 2) for each in shapes]
@@ -61,7 +61,7 @@ def test_it_is_the_formula(heads, kv, length, channels, of_values, room, monkeyp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_it_rounds_no_more_than_torch(dtype: torch.dtype):
-    """Errors against float64 of the output and the three gradients, together, beside those of torch's kernel."""
+    """Errors against float64 of the output and the three gradients, together, next to those of torch's kernel."""
     given = [each.to(dtype).to(DOUBLE) for each in inputs(4, 4, 300, 32, 32)]
     exact = gradients(lambda q, k, v: attend_in_tiles(q, k, v, SCALE), given)
     ways = [

@@ -181,7 +181,7 @@ def scanned(kind: str):
 
 
 def scanned_from_a_state(kind: str, ranks: int):
-    """The same, where the first rank's tokens follow a state; with that state's gradient."""
+    """The same, where the first rank's tokens follow a state. With that state's gradient."""
     context = ContextGroup.of(Mesh.build(Layout(context=ranks)))
     made, left, of = (own[context.rank].clone().requires_grad_() for own in parts(kind))
     before = first_state() if context.rank == 0 else torch.zeros_like(first_state())

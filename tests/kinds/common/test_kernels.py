@@ -115,7 +115,7 @@ def test_a_run_says_what_it_uses():
 
 
 def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
-    """x [batch, channels, length], channels last in memory where there is seq_idx; weight [channels, taps]."""
+    """x [batch, channels, length], channels last in memory where there is seq_idx. Weight [channels, taps]."""
     assert activation == "silu" and (seq_idx is None or (x.stride(1) == 1 and seq_idx.dtype == torch.int32))
     rows = []
     for t in range(x.shape[-1]):
@@ -128,7 +128,7 @@ def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
 
 
 def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False):
-    """u, delta, z [batch, channels, length]; A [channels, state]; B, C [batch, state, length]."""
+    """u, delta, z [batch, channels, length]. A [channels, state]. B, C [batch, state, length]."""
     assert delta_softplus and all(each.is_contiguous() for each in (u, delta, B, C, z))
     step, state, rows = F.softplus(delta + delta_bias.unsqueeze(-1)), 0.0, []
     for t in range(u.shape[-1]):
@@ -153,7 +153,7 @@ def mamba_chunk_scan_combined(
     dt_softplus=False,
     dt_limit=(0.0, float("inf")),
 ):
-    """x [batch, length, heads, channels]; dt [batch, length, heads]; B, C [batch, length, groups, state]."""
+    """x [batch, length, heads, channels]. Dt [batch, length, heads]. B, C [batch, length, groups, state]."""
     assert dt_softplus and chunk_size >= 16 and chunk_size & (chunk_size - 1) == 0
     share = x.shape[2] // B.shape[2]
     B, C = B.repeat_interleave(share, 2), C.repeat_interleave(share, 2)
@@ -179,7 +179,7 @@ def bounds_of(x, cu_seqlens):
 
 
 def causal_conv1d(x, weight, bias=None, *, activation=None, cu_seqlens=None):
-    """fla's: x [batch, length, channels], weight [channels, taps]; the sequences of a single sample from bounds."""
+    """fla's: x [batch, length, channels], weight [channels, taps]. The sequences of a single sample from bounds."""
     numbers = bounds_of(x, cu_seqlens).cumsum(1).to(torch.int32)
     y = causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx=numbers, activation=activation)
     return y.transpose(1, 2), None
@@ -197,7 +197,7 @@ def chunk_simple_gla(q, k, v, g, *, scale, cu_seqlens=None):
 
 
 def chunk_rwkv7(r, w, k, v, a, b, *, scale, cu_seqlens=None, safe_gate):
-    """All [batch, length, heads, K]; w: the logarithm of each channel's decay, in [-5, 0) for safe gates."""
+    """All [batch, length, heads, K]. W: the logarithm of each channel's decay, in [-5, 0) for safe gates."""
     assert safe_gate and bool(((w >= -5) & (w < 0)).all()) and all(each.is_contiguous() for each in (r, w, k, v, a, b))
     first, state, rows = bounds_of(r, cu_seqlens), torch.zeros((*r[:, 0].shape, v.shape[-1]), dtype=r.dtype), []
     for t in range(r.shape[1]):
@@ -274,7 +274,7 @@ def test_adapters_hand_over_what_the_packages_document(name, package, documents:
     counted(monkeypatch, convolution, form, used)
     compare(name, package, documents, EXACT, dtype=DOUBLE)
     # two layers on torch, forward and (but for the gradient of mamba2's scan, which is written out) once more for the
-    # gradient; mamba's scan stays there where documents end within a sample
+    # gradient. Mamba's scan stays there where documents end within a sample
     assert used.count(form) == {"mamba": 2, "mamba2": 4, "rwkv7": 0}[name] * (2 if documents else 3)
     scans = {"mamba": 4 * (S // 16) * (2 if documents else 1), "mamba2": 2, "rwkv7": 4}
     assert used.count(inner) == scans[name]

@@ -1,4 +1,4 @@
-"""Who reads what in a ring, what it sends, and rectangles of attention in pieces; against masks written out."""
+"""Who reads what in a ring, what it sends, and rectangles of attention in pieces. Against masks written out."""
 
 from __future__ import annotations
 

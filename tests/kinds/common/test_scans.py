@@ -49,7 +49,7 @@ def values_and_gradients(function: Callable, inputs: list[torch.Tensor], dtype: 
 
 
 def check(scan: Callable, recurrence: Callable, inputs: list[torch.Tensor], names: list[str]) -> None:
-    """In float64 the scan is the recurrence, token by token; in fp32 it keeps the digits that fp32 has.
+    """In float64 the scan is the recurrence, token by token. In fp32 it keeps the digits that fp32 has.
 
     Args:
         names: of the inputs whose gradients are compared.
@@ -62,7 +62,7 @@ def check(scan: Callable, recurrence: Callable, inputs: list[torch.Tensor], name
                 assert Measured((one - other).norm() / other.norm().clamp_min(1.0)) < bound, (dtype, name)
 
 
-# "fast": a chunk forgets all but its last tokens; "slow": hardly anything; differences of sums must stay exact.
+# "fast": a chunk forgets all but its last tokens. "slow": hardly anything. Differences of sums must stay exact.
 @pytest.mark.parametrize("decay", [1.0, 6.0, -6.0], ids=["plain", "fast", "slow"])
 @pytest.mark.parametrize("documents", [None, "none", "all", "one"])
 @pytest.mark.parametrize("chunk", [1, 5, 64])

@@ -106,7 +106,7 @@ def test_pages_have_entries_of_any_rate():
 
 
 def test_documents_are_read_by_themselves():
-    """Entries begin anew with each document, whose length need not be a multiple of the rate."""
+    """Entries begin again with each document, whose length need not be a multiple of the rate."""
     config, tokens = config_of(documents=True), tokens_of()
     lengths = ([9, 3, 11], [1, 22])
     numbers = torch.tensor([[n for n, each in enumerate(row) for _ in range(each)] for row in lengths])

@@ -92,9 +92,7 @@ def outputs_of(moe: MoE, x: torch.Tensor) -> torch.Tensor:
 
 
 def whole(case: str, ranks: int):
-    """The same for each data parallel rank's tokens, on a layer that has all experts; gradients of parameters
-    summed.
-    """
+    """The same for each data parallel rank's tokens, on a layer that has all experts. Gradients of parameters summed."""
     outputs, total = [], {}
     for data in range(ranks):
         moe, (x, weight) = layer(Mesh.single(), case), batch(data)
@@ -195,7 +193,7 @@ def test_no_token_crosses_the_expert_axis_twice():
 
 
 def test_what_dropping_duplicates_saves():
-    """Half of the bytes of the all-to-all, where two ranks have the same tokens; what arrives goes over the tensor axis
+    """Half of the bytes of the all-to-all, where two ranks have the same tokens. What arrives goes over the tensor axis
     instead.
     """
     layout = Layout(data=2, tensor=2, expert=2)
@@ -229,7 +227,7 @@ def choices(data: int) -> torch.Tensor:
 
 
 def test_axes():
-    """Neighbours on the data axis share the experts; every expert-th rank holds the same ones (16 ranks, tensor 2,
+    """Neighbours on the data axis share the experts. Every expert-th rank holds the same ones (16 ranks, tensor 2,
     expert 4).
     """
     layout = Layout(tensor=2, data=8, expert=4)

@@ -37,7 +37,7 @@ def expert(moe: MoE, number: int, x: Tensor) -> Tensor:
 
 
 def by_loops(moe: MoE, x: Tensor) -> Tensor:
-    """The layer, token by token; capacity by counting."""
+    """The layer, token by token. Capacity by counting."""
     own, parameters = moe.options, {name: p.double() for name, p in named(moe).items()}
     tokens, taken, rows = x.double().flatten(0, 1), [0] * own.experts, []
     room = (
@@ -133,9 +133,7 @@ def test_expert_choice():
 
 @pytest.mark.parametrize("start", ["load", "ones"])
 def test_sinkhorn(start: str):
-    """The factors of the definition in float64; 4096 skewed tokens are balanced as published, and evaluation
-    is greedy.
-    """
+    """The factors of the definition in float64. 4096 skewed tokens are balanced as published, and evaluation is greedy."""
     own = config_of({
         "experts": 8,
         "top_k": 1,
@@ -206,7 +204,7 @@ def test_each_expert_is_a_matrix_of_its_own():
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_auxiliary_losses(top_k: int):
     """Of two layers with coefficients of their own: the balancing loss against transformers' (which pools layers and
-    does not divide by k, so it is asked layer by layer), the others against their formulas; what is added, and its
+    does not divide by k, so it is asked layer by layer), the others against their formulas. What is added, and its
     gradient.
     """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func

@@ -112,7 +112,7 @@ def test_granite_shared_block():
 
 
 def zaya_pairs(ours, theirs):
-    """Random values for theirs; our parameters with the tensors of theirs that are the same."""
+    """Random values for theirs. Our parameters with the tensors of theirs that are the same."""
     pairs = {}
     for index, (mine, block) in enumerate(zip(ours, theirs)):
         randomise(block, index)
@@ -140,7 +140,7 @@ def zaya_pairs(ours, theirs):
 
 
 def test_zaya_blocks():
-    """Two blocks in a row: the second router has the first one's state; some tokens use no expert."""
+    """Two blocks in a row: the second router has the first one's state. Some tokens use no expert."""
     from transformers.models.zaya.modeling_zaya import ZayaSparseMoeBlock
 
     theirs_config = hf.ZayaConfig(

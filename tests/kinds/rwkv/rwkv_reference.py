@@ -37,7 +37,7 @@ def logits(
     states: list[dict] | None = None,
     starts: frozenset[int] = frozenset(),
 ) -> Tensor:
-    """[S, V]; `starts` are positions at which everything is forgotten."""
+    """[S, V]. `starts` are positions at which everything is forgotten."""
     time_mix = {5: time_mix5, 6: time_mix6, 7: time_mix7}[version]
     channel_mix = {5: channel_mix5, 6: channel_mix6, 7: channel_mix7}[version]
     layers = 1 + max(int(name.split(".")[1]) for name in z if name.startswith("blocks."))
@@ -70,7 +70,7 @@ def logits(
 
 
 def eagle_memory(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: dict, heads: int) -> Tensor:
-    """Equations 19 and 20 of Eagle and Finch: S [keys, values] per head; read with the bonus, then decay and write."""
+    """Equations 19 and 20 of Eagle and Finch: S [keys, values] per head. Read with the bonus, then decay and write."""
     r, k, v, w, u = (each.reshape(heads, -1) for each in (r, k, v, w, u))
     written = k.unsqueeze(2) * v.unsqueeze(1)
     read = (r.unsqueeze(2) * (state["S"] + u.unsqueeze(2) * written)).sum(1)

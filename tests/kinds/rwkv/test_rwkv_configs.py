@@ -40,7 +40,7 @@ def test_every_file_is_tested():
 
 
 def size_of(name: str) -> int:
-    """By our counts and by our model, which must agree; no rule has anything to say."""
+    """By our counts and by our model, which must agree. No rule has anything to say."""
     resolved = settings(name)
     assert not resolved.warnings
     counted = totals(resolved.config).parameters
@@ -76,7 +76,7 @@ def test_rwkv7(size: str):
 
 
 def test_ranks_of_the_authors_current_code():
-    """They follow from the width; the authors' code has the blend in the first layer, too."""
+    """They follow from the width. The authors' code has the blend in the first layer, too."""
     for size, wanted in (
         ("0.1b", 191_084_544),
         ("0.4b", 453_980_160),

@@ -131,7 +131,7 @@ def test_wkv6(chunk: int, documents: str | None, shift: float):
 
 @pytest.mark.parametrize("move", [10.0, 36.0, 100.0])
 def test_wkv6_of_a_token_that_forgets_everything(move: float):
-    """Its rate is e^move: beside it in a sum the rates of other tokens have no digits left, and e^100 fp32 has not at
+    """Its rate is e^move: next to it in a sum the rates of other tokens have no digits left, and e^100 fp32 has not at
     all.
     """
     inputs = [draw(Bs, S, h, N, seed=seed) for seed in range(3)] + [draw(Bs, S, h, N, seed=3) - 2.0]

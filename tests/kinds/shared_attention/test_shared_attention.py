@@ -125,7 +125,7 @@ def test_kept_activations(mode: str, adapters: bool):
 
 
 def test_each_call_draws_its_own_dropout():
-    """With equal inputs, two calls of one shared block differ by their draws alone; in evaluation they do not."""
+    """With equal inputs, two calls of one shared block differ by their draws alone. In evaluation they do not."""
     model = build_model(config_of("mamba2+shared_attention x2", {"dropout": 0.5, "adapter_rank": 0}))
     randomise(model, 4)
     with torch.no_grad():

@@ -69,7 +69,7 @@ def test_gradients_do_not_depend_on_the_layout():
 
 
 def test_documents_of_a_sample_are_apart():
-    """Gradients of samples of several documents, on layouts; and each document alone by transformers."""
+    """Gradients of samples of several documents, on layouts, and each document alone by transformers."""
     values = values_of("gemma2", tiny("gemma2"))
     values["data"] = {**values["data"], "reset_attention_at_eod": True}
     values["tokenizer"] = {"type": "none", "eod_id": 0}

@@ -24,10 +24,10 @@ QUIET = [
 
 
 def opened(page: Path, *, script: str = "", picture: Path | None = None, size: tuple[int, int] = (1200, 1600)) -> str:
-    """The document of a page as HTML after its scripts have run; open shadow roots are not in it.
+    """The document of a page as HTML after its scripts have run. Open shadow roots are not in it.
 
     Args:
-        script: JavaScript that runs two seconds after the page was loaded; what it puts into the document is seen.
+        script: JavaScript that runs two seconds after the page was loaded. What it puts into the document is seen.
         picture: where a picture of the page goes.
     """
     program = next((found for name in NAMES if (found := shutil.which(name))), None)

@@ -53,7 +53,7 @@ def record(step: int, loss: float | None) -> dict:
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch) -> Path:
-    """Runs a and b; b went back once from step 80 to step 60, and its texts try to take over the page."""
+    """Runs a and b. B went back once from step 80 to step 60, and its texts try to take over the page."""
     monkeypatch.chdir(tmp_path)
     Path("base.yml").write_text(BASE)
     for name in ("a", "b"):

@@ -11,12 +11,12 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 NEEDED = re.compile(r"\b(?:__cuda[A-Z]|cuda[A-Z]|cublas[A-Z]|nccl[A-Z])\w*")
-# Of cuBLAS, these set something up; the others compute.
+# Of cuBLAS, these set something up. The others compute.
 PREPARES = re.compile(r"cublas(?:Lt)?\w*(?:Create|Destroy|Set|Get)")
 
 
 def build(folder: Path) -> dict[str, str]:
-    """Compile the library into a folder; the environment of a process that runs on it."""
+    """Compile the library into a folder. The environment of a process that runs on it."""
     import triton
 
     library = folder / "libcuda.so.1"
@@ -34,7 +34,7 @@ def build(folder: Path) -> dict[str, str]:
         linked.rename(library)
     return {
         "LD_PRELOAD": str(library),
-        "LD_LIBRARY_PATH": str(folder),  # where Triton looks for the driver
+        "LD_LIBRARY_PATH": str(folder),  # where Triton searches for the driver
         "TRITON_LIBCUDA_PATH": str(folder),
         "OMP_NUM_THREADS": "1",
     }

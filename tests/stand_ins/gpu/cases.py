@@ -1,7 +1,7 @@
 """The runs whose steps are counted on the stand-in of a GPU.
 
 make gpu-host                                        compares them with counts.json
-python -m tests.stand_ins.gpu.cases --write [CASE]   counts them anew
+python -m tests.stand_ins.gpu.cases --write [CASE]   counts them again
 """
 
 from __future__ import annotations
