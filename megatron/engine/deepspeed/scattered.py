@@ -92,7 +92,9 @@ class ScatteredGradients:
         self._engine, self._zero, self._mesh = engine, engine.optimizer, mesh
         self._each, self._wire, self._passes = each, wire, passes
         self._cut: bool = engine.zero_optimization_stage() == 2
-        self._few = SumsInFewKernels(None if self._cut else kernels) if on_gpu(engine.optimizer) else None
+        self._few = None  # where a pipeline's stages share a weight, DeepSpeed reads what lies in `grad`
+        if mesh.pipeline.size == 1 and on_gpu(engine.optimizer):
+            self._few = SumsInFewKernels(None if self._cut else kernels)
         self._arrived: dict[nn.Parameter, int] = {}
         self._spent: nn.Parameter | None = None
         self._flying: list[tuple[Bucket, Any, float, Tensor, Tensor]] = []
