@@ -105,7 +105,7 @@ class Counting:
 
 
 def test_what_is_collected_goes_to_rank_0_alone() -> None:
-    """10,000 ranks that tell of a file each must not are notified of 10,000 files each."""
+    """10,000 ranks that each report a file must not receive 10,000 files each."""
     size, text = 20, "x" * 1000
     counting = Counting()
 

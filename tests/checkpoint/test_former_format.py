@@ -1,4 +1,4 @@
-"""Checkpoints of format 1 continue being read: one that its own version wrote, and any that is rewritten to it."""
+"""Checkpoints of format 1 are still read: one that its own version wrote, and any that is rewritten to it."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_an_error_in_the_background_comes_out_at_the_next_step(tmp_path):
 
 
 def test_the_stall_is_a_copy_and_not_the_disk(tmp_path, gate):
-    """A disk that takes until the step has continued. The second save copies into warm memory."""
+    """A disk that takes until the step is over. The second save copies into warm memory."""
     big = LogicalTensor("big", (8 << 20,), Role.NORM)
     live = Fragment(big, "master", 0, 1, 0, torch.ones(8 << 20))
     saver = Saver(tmp_path, CheckpointSection(asynchronous=True))

@@ -183,7 +183,7 @@ def enter(directory: Path, member, **options) -> str:
 
 
 def test_retention_looks_at_few_checkpoints(tmp_path, monkeypatch):
-    """A checkpoint has a file per rank: each check a kept one would cost thousands of them, at every save."""
+    """A checkpoint has a file per rank: each check of a kept one would cost thousands of them, at every save."""
     for step in range(10, 100, 10):
         write(tmp_path, step)
     looked = []

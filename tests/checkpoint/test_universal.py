@@ -136,7 +136,7 @@ def written(folder: str, config_file: str, ranks: int, *overrides: str) -> str:
 
 
 def refusal(*given) -> str:
-    """Why to_native.py writes nothing on these workers, which continue living: what they import takes seconds."""
+    """Why to_native.py writes nothing on these workers, which stay alive: their imports take seconds."""
     try:
         written(*given)
     except CheckpointError as error:

@@ -418,7 +418,7 @@ def test_nothing_in_a_file_makes_the_reader_fail(changes):
 
 
 def test_mup_is_what_it_means_and_its_base_is_asked_for():
-    """Its multiplier and its scale of initial values continue, and attention is divided by the head dimension."""
+    """Its multiplier and its scale of initial values are kept, and attention is divided by the head dimension."""
     found = flat(use_mup=True, mup_init_scale=2.0, mup_embedding_mult=10.0, mup_width_scale=4, base_shapes_file="b")
     assert not found.problems
     model = found.values["model"]

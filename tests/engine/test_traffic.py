@@ -258,7 +258,7 @@ def in_small_buckets(work: Callable[..., Any], values: dict, ranks: int, element
 )
 @pytest.mark.parametrize("elements", [4000, 300])
 def test_small_buckets_of_the_fallback(name: str, elements: int, monkeypatch):
-    """Larger tensors continue their own. The bf16 optimizer has one for each group of parameters."""
+    """Larger tensors travel on their own. The bf16 optimizer has one for each group of parameters."""
     case = next(case for case in cases() if case.name == name)
     monkeypatch.setattr(traffic, "FALLBACK_BUCKET", elements)
     own = predictions(case)

@@ -96,7 +96,8 @@ def two_stages_of_unequal_groups() -> list[float]:
 
 
 def test_stages_may_have_different_groups():
-    """DeepSpeed's ZeRO 1 adds up one group after the other over all stages, and hangs. Hence `training.expert_groups`."""
+    """DeepSpeed's ZeRO 1 adds up one group after the other over all stages, and hangs. Hence
+    `training.expert_groups`."""
     expected = runs.plainly(values_of("llama"))
     found = run(4, two_stages_of_unequal_groups)
     assert {(stage, groups) for stage, groups, _ in found} == {(0.0, 3), (1.0, 2)}

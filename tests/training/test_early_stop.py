@@ -76,7 +76,7 @@ def job(folder: str, case: str, stop_at: int | None, at: int | None, moment: int
     original, trainer.EVERY = Looks.__call__, 0.0
 
     def called(self, done: int, total: int) -> None:
-        self._pace = None  # check every chance: this model is too quick to be looked into
+        self._pace = None  # check at every chance: this model is too quick to be inspected
         if at == self._step and mesh.rank == (1 if ranks > 1 else 0) and done == moment:
             os.kill(os.getpid(), signal.SIGTERM)
         if at == self._step:

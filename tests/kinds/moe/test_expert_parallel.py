@@ -92,7 +92,8 @@ def outputs_of(moe: MoE, x: torch.Tensor) -> torch.Tensor:
 
 
 def whole(case: str, ranks: int):
-    """The same for each data parallel rank's tokens, on a layer that has all experts. Gradients of parameters summed."""
+    """The same for each data parallel rank's tokens, on a layer that has all experts. Gradients of parameters
+    summed."""
     outputs, total = [], {}
     for data in range(ranks):
         moe, (x, weight) = layer(Mesh.single(), case), batch(data)

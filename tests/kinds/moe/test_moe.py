@@ -133,7 +133,8 @@ def test_expert_choice():
 
 @pytest.mark.parametrize("start", ["load", "ones"])
 def test_sinkhorn(start: str):
-    """The factors of the definition in float64. 4096 skewed tokens are balanced as published, and evaluation is greedy."""
+    """The factors of the definition in float64. 4096 skewed tokens are balanced as published, and evaluation is
+    greedy."""
     own = config_of({
         "experts": 8,
         "top_k": 1,
