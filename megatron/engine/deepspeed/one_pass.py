@@ -97,8 +97,8 @@ class SumsInFewKernels:
         self._elements = 0
 
     def add(self, total: Tensor, gradient: Tensor, first: bool) -> None:
-        """`total` becomes the gradient, or the sum with it, before the backward pass returns. Outside of one, the caller
-        calls `flush`."""
+        """`total` becomes the gradient, or the sum with it, before the backward pass returns. Outside of one, the
+        caller calls `flush`."""
         if not self._waiting and torch._C._current_graph_task_id() >= 0:
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
         if total.data_ptr() in self._waiting or len(self._waiting) == self._most:
