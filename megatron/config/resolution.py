@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from . import rules
@@ -27,6 +28,30 @@ FEW = 2  # overridden values that a start prints in full
 OPEN = frozenset(tuple[str | int, ...](name.split(".")) for name in (*AT_START, *NEED_RANKS, *NEED_TOKENIZER))
 
 
+class Origins(Mapping[str, Origin]):
+    """The origin of each value, by dotted key. All are found when the first one is read, because that is a fifth of the
+    work. A plan resolves hundreds of layouts and reads no origin."""
+
+    def __init__(self, find: Callable[[], dict[str, Origin]]) -> None:
+        self._find = find
+
+    @cached_property
+    def _found(self) -> dict[str, Origin]:
+        return self._find()
+
+    def __getitem__(self, key: str) -> Origin:
+        return self._found[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __reduce__(self) -> tuple[type[dict], tuple[dict[str, Origin]]]:
+        return dict, (self._found,)  # another process gets the values
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A run's configuration and its history.
@@ -41,7 +66,7 @@ class Resolved:
     """
 
     config: Config
-    origins: dict[str, Origin]
+    origins: Mapping[str, Origin]
     overridden: tuple[Overridden, ...] = ()
     warnings: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
@@ -166,7 +191,7 @@ def _combine(
         raise ConfigError(problems)
     return Resolved(
         config,
-        {dotted(path): origin(path) for path, _ in leaves(view.values)},
+        Origins(lambda: {dotted(path): origin(path) for path, _ in leaves(view.values)}),
         tuple(overridden),
         tuple(problems),
         notes,

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.config.registry import INSIDE, RUNNER
 
@@ -75,7 +75,7 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
     }
     metavars = {"--device": "NAME", "--machine": "FILE", "--rank": "N,..."}
     for name, meaning in rehearsal.items():  # only train.py can be rehearsed
-        form = {"metavar": metavars[name]} if name in metavars else {"action": "store_true"}
+        form: dict[str, Any] = {"metavar": metavars[name]} if name in metavars else {"action": "store_true"}
         made.add_argument(name, help=meaning if verb in (None, "train") else argparse.SUPPRESS, **form)
     made.add_argument(
         "--sbatch", action="store_true", help="write a Slurm job script from launch.batch and print its path"

@@ -42,6 +42,16 @@ def test_derived_keys_stand_behind_what_they_read():
         assert all(places.get(name, -1) < places[rule.key] for name in rule.keys if {name, rule.key} != either)
 
 
+def test_origins_are_found_when_one_is_read(tmp_path):
+    """They are the same whenever that is, and another process gets them."""
+    (tmp_path / "a.yml").write_text(yaml.safe_dump(BASE))
+    first, second = (load([tmp_path / "a.yml"], ranks=1, check_inputs=False) for _ in range(2))
+    assert "_found" not in vars(first.origins)
+    sent = pickle.loads(pickle.dumps(first.origins))
+    assert sent == first.origins == second.origins and str(sent["training.seed"]) == "default"
+    assert str(sent["model.hidden_size"]).startswith(str(tmp_path / "a.yml"))
+
+
 @pytest.mark.parametrize(
     "ranks, training, expected",
     [
