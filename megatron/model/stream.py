@@ -85,14 +85,18 @@ LOSS = "auxiliary_loss"  # a channel whose mean the head adds to the loss of the
 
 
 def with_loss(stream: Stream, y: Tensor, total: Tensor | float) -> dict[str, Tensor]:
-    """The channel of auxiliary losses with one more of this rank's tokens. `y` has the stream's shape and type.
+    """The channel of auxiliary losses with one more of this rank's tokens. `y` has the stream's shape and type."""
+    return {LOSS: sum_of_losses(stream.channels.get(LOSS), y, torch.as_tensor(total, device=y.device))}
+
+
+def sum_of_losses(before: Tensor | None, y: Tensor, total: Tensor) -> Tensor:
+    """The channel `before`, or zeros, and one more loss.
 
     It is spread before it is rounded, so that the gradient is summed in fp32: scaled for fp16, the sum is none of its
     numbers.
     """
-    before = stream.channels.get(LOSS)
     before = y.new_zeros((*y.shape[:2], 1)) if before is None else before
-    return {LOSS: before + torch.as_tensor(total, device=y.device).expand_as(before).to(y.dtype)}
+    return before + total.expand_as(before).to(y.dtype)
 
 
 INJECTED = "injected"  # a channel inside of a recurrent core: the output of the prelude

@@ -6,6 +6,7 @@ Shapes: B samples, S positions, s positions of this rank, T = B S tokens, H hidd
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -34,11 +35,12 @@ from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.norm import Norm, norm_activations, norm_parameters
 from megatron.model.recompute import decide_once, repeating
-from megatron.model.stream import COLUMNS, LOSS, TOKEN_CHANNEL, TOKENS, Channel, Stream, token_ids, with_loss
+from megatron.model.stream import COLUMNS, LOSS, TOKEN_CHANNEL, TOKENS, Channel, Stream, sum_of_losses, token_ids
 from megatron.parallel.layers.collectives import enter, leave, split_channels, sum_gradient, sum_over
 from megatron.parallel.layers.linear import ColumnLinear, PartialLinear
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ONES
+from megatron.parallel.layout.mesh import ALONE
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.random import sequence_counters, site_key, uniform
 from megatron.parallel.layout.shard import Role
@@ -46,7 +48,7 @@ from megatron.parallel.layout.shard import Role
 from .dispatch import AllToAllDispatch, LocalDispatch, dispatch_messages, row_messages
 from .experts import Experts
 from .losses import Routed, auxiliary_losses, count, sums_of_samples
-from .permute import Rows, combine, permute, sort_by_expert, weighted_sum
+from .permute import Rows, combine, permute, placed, sort_by_expert, spread, total
 from .router import (
     STATE,
     ExpertChoice,
@@ -122,12 +124,15 @@ class OwnNorms(nn.Module):
 class MoE(nn.Module):
     """x [B, s, H] to the weighted sum of each token's experts (and the shared one), [B, s, H]."""
 
-    compiled_parts = ("total",)
-    total = staticmethod(weighted_sum)
+    compiled_parts: tuple[str, ...] = ("measured", "placed", "spread", "total", "charged")
+    placed, spread, total = staticmethod(placed), staticmethod(spread), staticmethod(total)
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MoEOptions, init: Initialisation):
         super().__init__()
         self.mesh, self.context, self.options = make.mesh, make.context, options
+        self.ranks, self.data = make.mesh.tensor.size, ALONE
+        if options.losses.over == "ranks":
+            self.data, self.compiled_parts = make.mesh.data, self.compiled_parts[:-1]  # the last part sums over them
         router = MLPRouter if options.router.network == "mlp" else LinearRouter
         self.router = router(make.scope("router"), model, options, init)
         self.balance = Balance(make.scope("router"), options)
@@ -173,19 +178,22 @@ class MoE(nn.Module):
         placed = replace_none(choice, self.options)
         if self.order is not None:
             placed = ExpertChoice(self.order[placed.of_tokens])
-        rows = sort_by_expert(placed, self.options.experts, len(x_TH), self._capacity(x_TH.shape[0]))
+        capacity = self._capacity(len(x_TH))
+        rows = sort_by_expert(placed, self.options.experts, len(x_TH), capacity, self.placed)
         if x_BSH.shape[1] == 1 and not self.training and choice.experts_Tk is not None:
             # The order of a token's sums over tensor parallel ranks must not follow from the tokens decoded with it.
             rows = replace(rows, owner_T=choice.experts_Tk[:, 0].long())
-        y_TH = self._routed(self._scaled(x_TH, self.routed_scale), scores_TE, choice, rows)
+        own = None if self.expert_scale is None else sum_gradient(self.expert_scale, self.mesh.tensor)
+        chosen = choice.experts_Tk, choice.tokens_EC
+        weights, *sums = self.measured(logits_TE, scores_TE, *chosen, own, len(x_BSH))
+        y_TH = self._routed(self._scaled(x_TH, self.routed_scale), weights, rows)
         shared_TH = self._scaled(x_TH, self.shared_scale)
         if self.own is not None and self.shared is not None:
             y = self.own(y_TH.view_as(x_BSH), self.shared(shared_TH).view_as(x_BSH))
         else:
             y_TH = y_TH if self.shared is None else y_TH + self.shared(shared_TH)
             y = leave(y_TH.view_as(x_BSH), self.mesh)
-        losses = self._account(logits_TE, scores_TE, choice, rows, len(x_BSH), stream, cache)
-        channels = {**channels, **self._loss(y, losses, stream)}
+        channels = {**channels, **self._account(y, len(x_TH), sums, rows, stream, cache)}
         return (y, channels) if channels else y
 
     def _scaled(self, x: Tensor, vector: Tensor | None) -> Tensor:
@@ -226,17 +234,11 @@ class MoE(nn.Module):
             1.0 - width + 2.0 * width * uniform(self.jitter_key, stream.sample_numbers, counters)
         )
 
-    def _routed(self, x_TH: Tensor, scores_TE: Tensor, choice: ExpertChoice, rows: Rows) -> Tensor:
+    def _routed(self, x_TH: Tensor, weights: Tensor, rows: Rows) -> Tensor:
         """This rank's part of the experts' outputs."""
-        router = self.options.router
-        if choice.experts_Tk is not None:
-            own = None if self.expert_scale is None else sum_gradient(self.expert_scale, self.mesh.tensor)
-            weights = self.weighed(scores_TE, choice.experts_Tk, own)
-        else:
-            weights = scores_TE.T.gather(1, choice.of_experts).flatten() * router.scale
         weights = sum_gradient(weights, self.mesh.columns)  # each column has other channels of the outputs
         x_TH = x_TH if self.latent_down is None else split_channels(self.latent_down(x_TH), self.mesh.columns)
-        sent_RH, ends_E, sent = self.exchange.send(permute(x_TH, rows), rows)
+        sent_RH, ends_E, sent = self.exchange.send(permute(x_TH, rows, self.spread), rows)
         y_RH = self.exchange.back(self.experts(sent_RH, ends_E), sent)
         y_TH = combine(y_RH, rows, weights, self.total)
         return y_TH if self.latent_up is None else split_channels(self.latent_up(y_TH), self.mesh.columns)
@@ -245,65 +247,81 @@ class MoE(nn.Module):
         """Sums over earlier chunks of the same samples for the losses. Decoding does not read them."""
         return Routed()
 
-    def _account(
+    def measured(
         self,
         logits_TE: Tensor,
         scores_TE: Tensor,
-        choice: ExpertChoice,
-        rows: Rows,
+        experts_Tk: Tensor | None,
+        tokens_EC: Tensor | None,
+        scale_E: Tensor | None,
         samples: int,
-        stream: Stream,
-        state: Routed | None,
-    ) -> dict[str, Tensor]:
-        """The auxiliary losses, at the last chunk of a sequence. In training they and the load go to the layer's
-        tally."""
-        if not self.training:
-            return {}
-        experts, routed = self.options.experts, state or Routed()
-        every_BC, dropped = count(choice, samples, classes(self.options)), None
-        if rows.kept_Tk is not None:
-            dropped = (~rows.kept_Tk).sum()
-        elif every_BC.shape[1] > experts:
-            dropped = every_BC[:, experts:].sum()
-        groups = len(every_BC)  # one where experts choose
-        routed.add(len(logits_TE) // groups, every_BC, dropped, *self.summed(logits_TE, scores_TE, groups))
-        if routed.counts_BE is None or not (stream.chunk is None or stream.chunk.last):
-            return {}
-        counts_BE = routed.counts_BE[:, :experts]
-        sums = routed.share_BE, routed.z_B, self.context.sum(counts_BE), routed.tokens
-        if self.options.losses.over == "ranks":
-            losses = auxiliary_losses(*sums, self.options.losses, self.mesh.data)
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Weights of a choice. In training also these tokens' counts, scores and logits for `Routed`."""
+        choice, options = ExpertChoice(experts_Tk, tokens_EC), self.options
+        if experts_Tk is not None:
+            weights = weights_of(scores_TE, experts_Tk, options, scale_E)
         else:
-            losses = self.costs(*sums)
+            weights = scores_TE.T.gather(1, choice.of_experts).flatten() * options.router.scale
+        if not self.training:
+            return weights, None, None, None
+        counts_BC = count(choice, samples, classes(options))
+        return weights, counts_BC, *sums_of_samples(logits_TE, scores_TE, len(counts_BC), options)
+
+    def _account(
+        self, y: Tensor, tokens: int, sums: Sequence[Tensor | None], rows: Rows, stream: Stream, state: Routed | None
+    ) -> dict[str, Tensor]:
+        """The channel of auxiliary losses with this layer's added at the last chunk of a sequence, where the layer has
+        any. In training they and the load go to the layer's tally."""
+        options, dropped, experts = self.options.losses, None, self.options.experts
+        routed, every_BC = state or Routed(), sums[0]
+        if every_BC is not None:
+            if rows.kept_Tk is not None:
+                dropped = (~rows.kept_Tk).sum()
+            elif every_BC.shape[1] > experts:
+                dropped = every_BC[:, experts:].sum()
+            routed.add(tokens // len(every_BC), every_BC, dropped, *sums[1:])
+        has_loss, before = bool(options.balance or options.sequence or options.z), stream.channels.get(LOSS)
+        if every_BC is None or not (stream.chunk is None or stream.chunk.last):
+            if not has_loss:
+                return {}
+            return {LOSS: y.new_zeros((*y.shape[:2], 1)) if before is None else before}
+        assert routed.counts_BE is not None
+        counts_BE = routed.counts_BE[:, :experts]
+        # The head averages over all tokens, and only the last chunk's have the loss.
+        share = None if stream.chunk is None else stream.chunk.whole / stream.chunk.tokens
+        summed_BE = self.context.sum(counts_BE)
+        numbers = routed.share_BE, routed.z_B, summed_BE, counts_BE, routed.dropped, routed.tokens
+        loss, row = self.charged(*numbers, share, before, y)
         if not repeating():
-            self.balance.add(counts_BE.sum(0), routed.dropped, losses)
-        return losses
+            self.balance.add(row)
+        return {LOSS: loss} if loss is not None else {}
 
-    def weighed(self, scores_TE: Tensor, experts_Tk: Tensor, scale_E: Tensor | None) -> Tensor:
-        return weights_of(scores_TE, experts_Tk, self.options, scale_E)
-
-    def summed(self, logits_TE: Tensor, scores_TE: Tensor, samples: int) -> tuple[Tensor | None, Tensor | None]:
-        return sums_of_samples(logits_TE, scores_TE, samples, self.options)
-
-    def costs(self, share_BE: Tensor | None, z_B: Tensor | None, counts_BE: Tensor, tokens: int) -> dict[str, Tensor]:
-        return auxiliary_losses(share_BE, z_B, counts_BE, tokens, self.options.losses)
-
-    def _loss(self, y: Tensor, losses: dict[str, Tensor], stream: Stream) -> dict[str, Tensor]:
-        """The channel of auxiliary losses with this layer's added, where the layer has any.
+    def charged(
+        self,
+        share_BE: Tensor | None,
+        z_B: Tensor | None,
+        summed_BE: Tensor,
+        counts_BE: Tensor,
+        dropped: Tensor | None,
+        tokens: int,
+        share: float | None,
+        before: Tensor | None,
+        y: Tensor,
+    ) -> tuple[Tensor | None, Tensor]:
+        """The channel of auxiliary losses with this layer's, if any, and a micro-batch's numbers for the tally.
 
         Every tensor parallel rank adds its share: the router's gradients are summed over them.
         """
         options = self.options.losses
-        if not (options.balance or options.sequence or options.z):
-            return {}
-        if not losses:  # in an evaluation
-            return {LOSS: stream.channels.get(LOSS, y.new_zeros((*y.shape[:2], 1)))}
+        losses = auxiliary_losses(share_BE, z_B, summed_BE, tokens, options, self.data)
+        row = self.balance.numbers(counts_BE.sum(0), dropped, losses)
+        if not losses:
+            return None, row
         first, *more = [getattr(options, name) * loss for name, loss in losses.items()]
-        total = sum(more, first)
-        total = total if self.mesh.tensor.size == 1 else total / self.mesh.tensor.size
-        if stream.chunk is not None:  # the head averages over all tokens, and only the last chunk's have the loss
-            total = total * (stream.chunk.whole / stream.chunk.tokens)
-        return with_loss(stream, y, total)
+        loss = sum(more, first)
+        loss = loss if self.ranks == 1 else loss / self.ranks
+        loss = loss if share is None else loss * share
+        return sum_of_losses(before, y, loss), row
 
     @staticmethod
     def channels(model: ModelSection, options: MoEOptions, ranks: int) -> dict[str, Channel]:

@@ -43,8 +43,8 @@ class Balance(ExpertTally):
         self.zero_and_one = torch.arange(2, dtype=torch.float32, device=make.device).split(1)
 
     @torch.no_grad()
-    def add(self, counts_E: Tensor, dropped: Tensor | None, losses: dict[str, Tensor]) -> None:
-        """Add one micro-batch.
+    def numbers(self, counts_E: Tensor, dropped: Tensor | None, losses: dict[str, Tensor]) -> Tensor:
+        """One micro-batch, as a tally.
 
         Args:
             counts_E: number of choices of each expert.
@@ -52,7 +52,12 @@ class Balance(ExpertTally):
         """
         none, one = self.zero_and_one
         numbers = [none if dropped is None else dropped.view(1), *(losses.get(name, none).view(1) for name in LOSSES)]
-        self.tally += torch.cat([counts_E, *numbers, one])
+        return torch.cat([counts_E, *numbers, one])
+
+    @torch.no_grad()
+    def add(self, numbers: Tensor) -> None:
+        """Add `numbers`."""
+        self.tally += numbers
 
     @torch.no_grad()
     def finish(self, counts_E: Tensor) -> None:

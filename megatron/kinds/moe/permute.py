@@ -36,7 +36,22 @@ class Rows:
         return self.place_Tk is not None and self.kept_Tk is None
 
 
-def sort_by_expert(choice: ExpertChoice, experts: int, tokens: int, capacity: int | None = None) -> Rows:
+def placed(sorted_R: Tensor, order_R: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`source_R`, `place_Tk` and `ends_E` of `Rows`, from sorted numbers of experts and the choice of each row."""
+    numbers_E = torch.arange(experts, device=sorted_R.device, dtype=sorted_R.dtype)
+    ends_E = torch.searchsorted(sorted_R, numbers_E, right=True, out_int32=True)
+    rows_R = torch.arange(len(order_R), device=order_R.device)
+    place_R = torch.empty_like(order_R).scatter_(0, order_R, rows_R)
+    return order_R // top_k, place_R.view(-1, top_k), ends_E
+
+
+def sort_by_expert(
+    choice: ExpertChoice,
+    experts: int,
+    tokens: int,
+    capacity: int | None = None,
+    placed: Callable[..., tuple[Tensor, ...]] = placed,
+) -> Rows:
     """Rows of a choice. Within an expert in the order of the tokens.
 
     Args:
@@ -51,14 +66,12 @@ def sort_by_expert(choice: ExpertChoice, experts: int, tokens: int, capacity: in
     # A GPU sorts numbers by their bits, a few of them at a time.
     chosen_R = choice.of_tokens.flatten().to(torch.int16 if experts < 2**15 else torch.int32)
     sorted_R, order_R = chosen_R.sort(stable=True)
-    numbers_E = torch.arange(experts, device=chosen_R.device, dtype=chosen_R.dtype)
-    ends_E = torch.searchsorted(sorted_R, numbers_E, right=True, out_int32=True)
-    rows_R = torch.arange(len(order_R), device=order_R.device)
     top_k = choice.of_tokens.shape[1]
+    source_R, place_Tk, ends_E = placed(sorted_R, order_R, experts, top_k)
     if capacity is None:
-        place_R = torch.empty_like(order_R).scatter_(0, order_R, rows_R)
-        return Rows(order_R // top_k, ends_E, tokens, place_R.view(-1, top_k))
-    sorted_R, numbers_E, ends_E = sorted_R.long(), numbers_E.long(), ends_E.long()
+        return Rows(source_R, ends_E, tokens, place_Tk)
+    sorted_R, ends_E = sorted_R.long(), ends_E.long()
+    rows_R, numbers_E = (torch.arange(size, device=order_R.device) for size in (len(order_R), experts))
     begin_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
     nth_R = rows_R - begin_E[sorted_R]
     kept_R = nth_R < capacity
@@ -124,10 +137,19 @@ def put(y_NH: Tensor, place_N: Tensor, rows: int) -> Tensor:
     return _Put.apply(y_NH, place_N, rows)
 
 
-def permute(x_TH: Tensor, rows: Rows) -> Tensor:
-    """Tokens [T, H] to rows [R, H]."""
+def spread(x_TH: Tensor, source_R: Tensor, place_Tk: Tensor) -> Tensor:
+    """Tokens [T, H] to rows [R, H], where each choice has a row."""
+    return _Spread.apply(x_TH, source_R, place_Tk)
+
+
+def permute(x_TH: Tensor, rows: Rows, spread: Callable[..., Tensor] = spread) -> Tensor:
+    """Tokens [T, H] to rows [R, H].
+
+    Args:
+        spread: the function of this name, or its compiled form.
+    """
     if rows.exact:
-        return _Spread.apply(x_TH, rows.source_R, rows.place_Tk)
+        return spread(x_TH, rows.source_R, rows.place_Tk)
     return x_TH.index_select(0, rows.source_R)
 
 
@@ -136,19 +158,26 @@ def weighted_sum(y_TkH: Tensor, weights_Tk: Tensor) -> Tensor:
     return (at_least_fp32(y_TkH) * weights_Tk.unsqueeze(-1)).sum(1).to(y_TkH.dtype)
 
 
-def combine(y_RH: Tensor, rows: Rows, weights: Tensor, total: Callable[..., Tensor] = weighted_sum) -> Tensor:
+def total(y_RH: Tensor, place_Tk: Tensor, weights_Tk: Tensor, exact: bool) -> Tensor:
+    """Weighted sum of the rows at each token's places, [T, H].
+
+    Args:
+        exact: whether each row has one place.
+    """
+    places = place_Tk.flatten()
+    y_PH = take(y_RH, places) if exact else y_RH.index_select(0, places)
+    return recomputed(weighted_sum, y_PH.unflatten(0, place_Tk.shape), weights_Tk)
+
+
+def combine(y_RH: Tensor, rows: Rows, weights: Tensor, total: Callable[..., Tensor] = total) -> Tensor:
     """Rows [R, H] to the weighted sums of each token's, [T, H].
 
     Args:
         weights: fp32 [T, k], or [R] where experts choose.
-        total: `weighted_sum`, or its compiled form.
+        total: the function of this name, or its compiled form.
     """
     if rows.place_Tk is None:
         weighted = recomputed(lambda y, w: (at_least_fp32(y) * w.unsqueeze(-1)).to(y.dtype), y_RH, weights)
         return y_RH.new_zeros(rows.tokens, y_RH.shape[1]).index_add(0, rows.source_R, weighted)
-    if rows.kept_Tk is None:
-        y_PH = take(y_RH, rows.place_Tk.flatten())
-    else:
-        y_PH = y_RH.index_select(0, rows.place_Tk.flatten())
-        weights = weights * rows.kept_Tk
-    return recomputed(total, y_PH.unflatten(0, rows.place_Tk.shape), weights)
+    weights = weights if rows.kept_Tk is None else weights * rows.kept_Tk
+    return total(y_RH, rows.place_Tk, weights, rows.exact)

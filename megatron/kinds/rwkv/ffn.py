@@ -13,7 +13,7 @@ from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.attention.context_messages import scan_messages
 from megatron.kinds.common.recurrence.sequence_scan import document_begins, token_before
 from megatron.kinds.rwkv.options import RWKV4FFNOptions, RWKV5FFNOptions
-from megatron.kinds.rwkv.parts import ShiftState, Start, blended, mixed
+from megatron.kinds.rwkv.parts import ShiftState, Start, mixed
 from megatron.model.costs.exchanges import Around, LayerMessage
 from megatron.model.costs.traffic import Across, Enter, Event, Shared, TensorAxis, column_events, row_events
 from megatron.model.counts import Counts
@@ -38,8 +38,8 @@ class ChannelMix(nn.Module):
     """
 
     gated, of_token, key_gain = True, False, 1.0
-    compiled_parts = ("blended",)
-    blended = staticmethod(blended)
+    compiled_parts = ("mixed", "activated")
+    mixed = staticmethod(mixed)
 
     new_state = ShiftState
 
@@ -59,15 +59,19 @@ class ChannelMix(nn.Module):
         x_BSH, starts, past = enter(x, self.mesh), document_begins(stream, state, self.context), state or ShiftState()
         last = token_before(self.context, x_BSH, past.last)
         mix = sum_gradient(self.mix, self.mesh.tensor)
-        parts = mixed(x_BSH, 1 - mix if self.of_token else mix, last, starts, self.blended)
+        parts = self.mixed(x_BSH, 1 - mix if self.of_token else mix, last, starts)
         if state is not None:
             state.keep(self.context, x_BSH, stream)
-        y = self.value(F.relu(self.key(parts[0])).square())
+        y = self.value(self.activated(self.key(parts[0])))
         if self.receptance is None:
             return y
         (own,) = logical_of(self.receptance.weight).spans(*shard_index(self.receptance.weight))[1]
         whole = gather_channels(parts[1], self.mesh.columns)
         return torch.sigmoid(self.receptance(whole.narrow(-1, own.start, own.length))) * y
+
+    @staticmethod
+    def activated(h: Tensor) -> Tensor:
+        return F.relu(h).square()
 
     @classmethod
     def mixes(cls, start: Start) -> Init:

@@ -143,17 +143,12 @@ def shifted(x_BSH: Tensor, last_B1H: Tensor | None = None, starts_BS: Tensor | N
     return past * (places > starts_BS).unsqueeze(-1)
 
 
-Blend = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, ...]]
-
-
 def blended(x: Tensor, mix_mH: Tensor, last: Tensor | None, starts: Tensor | None) -> tuple[Tensor, ...]:
     """x + mix * (shift(x) - x) for each of m mixes, [B, S, H] each."""
     difference = shifted(x, last, starts) - x
     return tuple(torch.addcmul(x, difference, mix.to(x.dtype)) for mix in mix_mH)
 
 
-def mixed(
-    x_BSH: Tensor, mix_mH: Tensor, last_B1H: Tensor | None, starts_BS: Tensor | None, blend: Blend = blended
-) -> tuple[Tensor, ...]:
-    """`blended`, or its compiled form. Only the inputs are kept for the gradient."""
-    return recomputed(blend, x_BSH, mix_mH, last_B1H, starts_BS)
+def mixed(x_BSH: Tensor, mix_mH: Tensor, last_B1H: Tensor | None, starts_BS: Tensor | None) -> tuple[Tensor, ...]:
+    """`blended`. Only the inputs are kept for the gradient."""
+    return recomputed(blended, x_BSH, mix_mH, last_B1H, starts_BS)

@@ -21,7 +21,7 @@ from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.kinds.common.recurrence.sequence_scan import carried_by_matrix, document_begins, token_before
 from megatron.kinds.rwkv.options import RWKV7 as KIND
 from megatron.kinds.rwkv.options import RWKV7Options
-from megatron.kinds.rwkv.parts import LowRank, ShiftState, Start, blended, mixed
+from megatron.kinds.rwkv.parts import LowRank, ShiftState, Start, mixed
 from megatron.model.costs.exchanges import Around, LayerMessage
 from megatron.model.costs.traffic import Enter, Event, Shared, TensorAxis, column_events, row_events
 from megatron.model.counts import Counts
@@ -59,7 +59,7 @@ class RWKV7(nn.Module):
     """
 
     indexed = True  # the first layer of the kind has no blend
-    compiled_parts = ("blended", "factors", "finished")
+    compiled_parts = ("mixed", "factors", "finished")
 
     new_state = RWKV7State
 
@@ -68,7 +68,7 @@ class RWKV7(nn.Module):
         H, N = model.hidden_size, options.head_dim
         self.mesh, self.context, self.options = make.mesh, make.context, options
         self.heads = H // N // make.mesh.tensor.size
-        self.blended, self.factors, self.finished = blended, _factors, _finished
+        self.mixed, self.factors, self.finished = mixed, _factors, _finished
         fits = NARROWEST_HEAD <= N <= WIDEST_HEAD
         self.fused = fits and choose_kernels(model.kernels, KIND, make.device)[0] == "fla"
         self.first = is_first(model, init.index)
@@ -113,7 +113,7 @@ class RWKV7(nn.Module):
     def forward(self, x: Tensor, stream: Stream, state: RWKV7State | None = None) -> Any:
         x_BSH, starts, past = enter(x, self.mesh), document_begins(stream, state, self.context), state or RWKV7State()
         last = token_before(self.context, x_BSH, past.last)
-        r, w, k, v, a, g = mixed(x_BSH, sum_gradient(self.mix, self.mesh.tensor), last, starts, self.blended)
+        r, w, k, v, a, g = self.mixed(x_BSH, sum_gradient(self.mix, self.mesh.tensor), last, starts)
         value, blend, first = self.value(v), None, None
         if self.blend is not None:
             blend, first = self.blend(v), stream.channels[FIRST]
@@ -179,6 +179,7 @@ class RWKV7(nn.Module):
 
 
 def _factors(
+    r: Tensor | None,
     k: Tensor,
     v: Tensor,
     w: Tensor,
@@ -194,10 +195,10 @@ def _factors(
     heads: int,
     narrow: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
-    """Inputs of `wkv7` except r, [B, S, h, N] each in fp32. See docs/models.md for the equations.
+    """Inputs of `wkv7`, without r if it is None, [B, S, h, N] each in fp32. See docs/models.md for the equations.
 
     Args:
-        narrow: a type. Decays, keys and values are then followed by all inputs except decays in that type.
+        narrow: a type. r, decays, keys and values are then followed by all inputs except decays in that type.
     """
     k, v = at_least_fp32(k), at_least_fp32(v)
     log_w = FASTEST * torch.sigmoid(decay_base + at_least_fp32(w))
@@ -208,19 +209,22 @@ def _factors(
     k = k * (1 + (a - 1) * rate_scale)
     log_w, k, v, a = (each.unflatten(-1, (heads, -1)) for each in (log_w, k, v, a))
     found = log_w, k, v, -removed, removed * a
-    return found if narrow is None else (*found[:3], *(each.to(narrow) for each in found[1:]))
+    if r is None:
+        return found
+    every = at_least_fp32(r).unflatten(-1, (heads, -1)), *found
+    return every if narrow is None else (*every[:4], *(each.to(narrow) for each in (every[0], *every[2:])))
 
 
 def _made_of_none(*inputs: Any, heads: int, chunk: int) -> Tensor:
     *made, starts = inputs
-    log_w, *factors = _factors(*made, heads=heads)
+    log_w, *factors = _factors(None, *made, heads=heads)
     return wkv7(torch.zeros_like(log_w), log_w, *factors, chunk=chunk, starts_BS=starts)[1]
 
 
 def _left(*inputs: Any, heads: int, chunk: int) -> Tensor:
     """The factor of a memory before the sequence, from the right."""
     *made, starts = inputs
-    log_w, _, _, a, b = _factors(*made, heads=heads)
+    log_w, _, _, a, b = _factors(None, *made, heads=heads)
     return left_of_state(log_w, a, b, chunk=chunk, starts_BS=starts)
 
 
@@ -243,12 +247,12 @@ def _time_mix(
         fused: by kernels, which give no memory and round the inputs of their products.
     """
     *made, bonus, norm_weight, norm_bias, memory, starts = inputs
-    dtype, r = g.dtype, at_least_fp32(r).unflatten(-1, (heads, -1))
+    dtype = g.dtype
     if fused and dtype != torch.float32:
-        log_w, k, v, *read = factors(*made, heads=heads, narrow=dtype)
-        y, memory = wkv7_of_fla(r, log_w, *read, chunk=chunk, starts_BS=starts, dtype=dtype)
+        r, log_w, k, v, narrow_r, *read = factors(r, *made, heads=heads, narrow=dtype)
+        y, memory = wkv7_of_fla(narrow_r, log_w, *read, chunk=chunk, starts_BS=starts, dtype=dtype)
     else:
-        log_w, k, v, a, b = factors(*made, heads=heads)
+        r, log_w, k, v, a, b = factors(r, *made, heads=heads)
         y, memory = wkv7(r, log_w, k, v, a, b, chunk=chunk, initial_BhNN=memory, starts_BS=starts)
     return finished(y, r, k, v, g, bonus, norm_weight, norm_bias, epsilon=epsilon), memory
 

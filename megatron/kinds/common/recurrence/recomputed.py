@@ -52,11 +52,13 @@ def call(function: Callable[..., T], *inputs: Any) -> T:
 
 
 def recomputed(function: Callable[..., T], *inputs: Tensor | None) -> T:
-    """`function(*inputs)`, which keeps only the inputs for its gradient.
+    """`function(*inputs)`, which keeps only the inputs for its gradient. A compiler chooses what its graph keeps.
 
     Args:
         function: pure, of tensors (or None) to a tensor or a tuple of tensors. Its closure gets no gradient.
     """
-    if not torch.is_grad_enabled() or not any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return function(*inputs)
+    if not any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
         return function(*inputs)
     return _Recomputed.apply(function, *inputs)
