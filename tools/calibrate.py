@@ -4,8 +4,9 @@
     deepy calibrate runs/my --file texts.txt --output my.loki --measure
     deepy generate runs/my --loki my.loki --rank 0.9 --keys 0.25 --prompt "Once"
 
-The last quarter of the text is not calibrated on. With --measure its loss is computed with full attention, with Loki
-and with SiftAttention, which needs no calibration. --picture draws the same numbers over the share that is read.
+The last quarter of the text is excluded from the calibration. With --measure its loss is computed with full attention,
+with Loki and with SiftAttention, which needs no calibration. --picture draws these numbers over the share that
+is read.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Measure memorisation of planted random passages, with and without the goldfish loss.
 
     deepy canaries FOLDER                          the experiment of docs/memorisation.md
-    deepy canaries FOLDER --picture FILE           where the picture goes (default: FOLDER/canaries.png)
+    deepy canaries FOLDER --picture FILE           file of the picture (default: FOLDER/canaries.png)
 
 Samples are 65 bytes each: sources of Python's standard library, and canaries, which are random bytes that occur 1, 10,
 100 or 1000 times. A model of 0.3 million parameters reads each sample once. It then continues the first 32 tokens of
@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for the corpus and the runs")
     parser.add_argument("--texts", type=int, default=3100, help="pieces of text (default: %(default)s)")
-    parser.add_argument("--picture", type=Path, help="default: canaries.png in the folder")
+    parser.add_argument("--picture", type=Path, help="picture (default: canaries.png in the folder)")
     options = parser.parse_args(arguments)
     most = len(library()) - BATCH  # some more fill the last batch
     if not 1 <= options.texts <= most:

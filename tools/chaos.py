@@ -101,10 +101,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", help="configuration")
     parser.add_argument("overrides", nargs="*", help="key.path=value")
-    parser.add_argument(
-        "--minutes", type=float, default=30.0, help="no fault after that time, when the last run ends (30)"
-    )
-    parser.add_argument("--most", type=int, metavar="N", help="stop injecting faults after N, when the last run ends")
+    parser.add_argument("--minutes", type=float, default=30.0, help="inject no fault after this time (30)")
+    parser.add_argument("--most", type=int, metavar="N", help="inject at most N faults")
     parser.add_argument("--seed", type=int, default=1, help="of the order of faults (1)")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes (2)")
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="length of a run (300)")

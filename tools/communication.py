@@ -207,16 +207,18 @@ def read_options(arguments: list[str] | None) -> tuple[argparse.Namespace, str |
     """The options, and the run's folder (None for a configuration)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", metavar="RUN", help="a run's folder, or files and overrides")
-    parser.add_argument("--step", type=int, help="which step of the run (default: the last)")
+    parser.add_argument("--step", type=int, help="step of the run (default: the last)")
     parser.add_argument("--rank", type=int, help="one rank (default: the sum over all)")
     parser.add_argument("--ranks", type=int, help="of the configuration")
-    parser.add_argument("--layers", action="store_true", help="tell layers apart")
+    parser.add_argument("--layers", action="store_true", help="list each layer by itself")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--output", help="draw the step of a run into this PNG file")
-    parser.add_argument("--machine", metavar="FILE", help="machine.yml of bench/communication.py, to compare")
+    parser.add_argument("--machine", metavar="FILE", help="machine.yml of `deepy bench communication`, to compare")
     traced = "write the run's last timed steps for Perfetto or Chrome, into a folder as a file for each rank"
     parser.add_argument("--trace", metavar="FILE", help=traced)
-    parser.add_argument("--before", metavar="OTHER_RUN", help="show what is hidden and exposed in that run and in this")
+    parser.add_argument(
+        "--before", metavar="OTHER_RUN", help="show hidden and exposed messages of that run and of this one"
+    )
     options = parser.parse_intermixed_args(arguments)
     run = options.sources[0] if len(options.sources) == 1 and Path(options.sources[0]).is_dir() else None
     if run is None and options.ranks is None:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Summarise the training data that checkpoints recite, from the results of extract.py.
+"""Summarise the training data that checkpoints recite, from the results of `deepy extract`.
 
     deepy memorisation runs/my/memorisation/step_00001000              one checkpoint, or several
-    deepy memorisation EARLY... LATE --predict                         how well early sets foretell the last
+    deepy memorisation EARLY... LATE --predict                         how well early sets predict the last
 
 With --predict the sequences that the last folder's checkpoint recites are the truth, and each other folder's a
 prediction of it. The tool prints precision, recall and false positives over the sequences that both have. The folders
@@ -27,8 +27,10 @@ if __name__ == "__main__":
 def main(arguments: list[str] | None = None) -> int:
     """Print the results and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", metavar="RESULTS", help="a folder that extract.py has written")
-    parser.add_argument("--predict", action="store_true", help="how well the others' sets foretell the last one's")
+    parser.add_argument(
+        "results", type=Path, nargs="+", metavar="RESULTS", help="a folder that `deepy extract` has written"
+    )
+    parser.add_argument("--predict", action="store_true", help="report how well the other sets predict the last one")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document and nothing else on standard output"
     )

@@ -7,7 +7,7 @@
     deepy plan a.yml --gpus 64 --gpu mine --machine mine.yml   a device of your own
     deepy plan a.yml --gpus 64..1024 --plot scaling.png        weak and strong scaling
     deepy plan a.yml --gpus 64 --budget "20000 gpu-hours"      sizes of the model for a budget
-    deepy plan lint a.yml --gpus 64 --layout tensor=4          what is wrong with the model's shape
+    deepy plan lint a.yml --gpus 64 --layout tensor=4          faults of the model's shape
     deepy plan grids a.yml --gpus 64 --layout pipeline=1       rows, columns and depth, on several networks
     deepy plan schedule a.yml --gpus 8 --plot s.png            the pipeline's schedule and its bubble
     deepy plan score                                           predictions against published runs
@@ -343,17 +343,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="picture of the scaling, or of the schedule")
     parser.add_argument("--budget", type=_hours, help='propose sizes of the model: "20000 gpu-hours"')
     parser.add_argument("--tokens-per-parameter", type=_positive, default=20.0, help="with --budget (default: 20)")
-    parser.add_argument("--failures", type=_positive, help="of a device in a day (Llama 3's run: 0.00047)")
-    parser.add_argument("--save-seconds", type=_positive, default=30.0, help="that a checkpoint stops a run")
-    parser.add_argument("--restart-seconds", type=_positive, default=300.0, help="from a failure to the next new step")
+    parser.add_argument("--failures", type=_positive, help="failures of a device in a day (Llama 3's run: 0.00047)")
+    parser.add_argument(
+        "--save-seconds", type=_positive, default=30.0, help="seconds for which a checkpoint stops a run"
+    )
+    parser.add_argument(
+        "--restart-seconds", type=_positive, default=300.0, help="seconds from a failure to the next new step"
+    )
     parser.add_argument(
         "--layout", metavar="tensor=4,...", help="of lint (default: the fastest) and grids (default: any)"
     )
-    parser.add_argument("--fit", action="store_true", help="score: what the devices' efficiencies would be fitted to")
+    parser.add_argument(
+        "--fit", action="store_true", help="score: print efficiencies of devices that are fitted to the published runs"
+    )
     parser.add_argument(
         "--formulas", action="store_true", help="recommend: new rows by formulas, to be rehearsed later"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document with all of them")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
 

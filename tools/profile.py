@@ -45,10 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Show the account and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", help="the run's directory")
-    parser.add_argument("--device", help="a device of the table (default: the one that the run says)")
+    parser.add_argument("--device", help="a device of the table (default: the run's)")
     parser.add_argument("--machine", metavar="FILE", help="further devices (megatron/plan/devices.yml)")
     parser.add_argument("--output", metavar="FILE.png", help="draw the bands")
-    parser.add_argument("--json", action="store_true", help="one JSON document with all of it")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_flag(parser)
     options = parser.parse_args(arguments)
     try:

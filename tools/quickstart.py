@@ -378,8 +378,8 @@ def main() -> int:
 def _settings() -> Settings:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = (
-        ("--config", str, None, "FILE", "the model and its training, where it is none of --model"),
-        ("--data", str, "data/quickstart", "FOLDER", "where corpus and tokens go (default: %(default)s)"),
+        ("--config", str, None, "FILE", "configuration of the model and its training, in place of --model"),
+        ("--data", str, "data/quickstart", "FOLDER", "folder of corpus and tokens (default: %(default)s)"),
         ("--vocabulary", int, 4096, "TOKENS", "size of the tokenizer (default: %(default)s)"),
         ("--validation", float, 0.02, "SHARE", "share of the files for validation (default: %(default)s)"),
         ("--documents", int, None, "N", "use only the first N documents"),

@@ -150,7 +150,9 @@ def replaced(text: str, name: str, table: str) -> str:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="deepy support-table", description=__doc__.partition("\n")[0])
-    parser.add_argument("files", nargs="*", help="put each table between its two markers in these. Without: print both")
+    parser.add_argument(
+        "files", nargs="*", help="write each table between its two markers in these files. Without files: print both"
+    )
     arguments = parser.parse_args(arguments).files
     if not arguments:
         print(f"{summary()}\n\n{grid()}")

@@ -53,7 +53,8 @@ def run(verb: Verb, words: list[str]) -> int:
         from ..launch.command_line import main as launch
 
         if words[:1] in (["-h"], ["--help"]):
-            print(f"usage: deepy {verb.name} RUN\n\n{verb.help}")
+            about = verb.help.partition(":")[0]
+            print(f"usage: deepy {verb.name} RUN\n\n{about[0].upper()}{about[1:]}.")
             return 0
         return launch([verb.question, *words])
     assert verb.script is not None

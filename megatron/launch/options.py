@@ -57,7 +57,7 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
         prog=f"deepy {verb}" if verb else "deepy.py",
         usage=f"deepy {verb} [options] a.yml b.yml ... key.path=value ..." if verb else USAGE,
         allow_abbrev=False,
-        description=f"Start {verb or 'a script'} on all ranks of the run, here or on many hosts.",
+        description=f"Run {verb or 'a script'}{'.py' * bool(verb)} on all ranks, here or on many hosts.",
         epilog="Exit status: 0 only if all went well, 2 for mistakes in the configuration, 128 + n after signal n, 255 "
         "if a host was lost. Otherwise it is the status of the rank that failed first.",
     )

@@ -30,7 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path, help="a checkpoint with adapters, or the directory of a run with some")
     parser.add_argument("out", type=Path, help="the folder to write. It must not exist")
     parser.add_argument("--base", help="the weights under the adapters (default: where the run has found them)")
-    parser.add_argument("--base-model", metavar="NAME", help="what the folder says of the Hugging Face model under it")
+    parser.add_argument(
+        "--base-model", metavar="NAME", help="name of the Hugging Face base model, written into the folder"
+    )
     options = parser.parse_args(arguments)
     try:
         adapters = open_checkpoint(find_checkpoint(options.checkpoint), verify="checksums")

@@ -28,7 +28,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("a", type=Path)
     add("b", type=Path)
     add("--state", action="append", help="compare only this state (can be repeated)")
-    add("--only", action="append", metavar="PATTERN", help="compare only tensors of such names (can be repeated)")
+    add("--only", action="append", metavar="PATTERN", help="compare only tensors whose names match (can be repeated)")
     add(
         "--tolerance",
         type=float,

@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Show what is in a checkpoint, or in a folder of them, and what is damaged. Exit status 1 if something is.
+"""Show the contents of a checkpoint, or of a folder of checkpoints, and their damage.
+
+Exit status 1: something is damaged.
 
 deepy checkpoint inspect runs/x                                 a line per checkpoint
 deepy checkpoint inspect runs/x/checkpoints/step_00001000       its tensors
@@ -29,7 +31,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("path", type=Path, help="a checkpoint, a folder of checkpoints or a run's directory")
-    add("--only", action="append", metavar="PATTERN", help="list only tensors of such names (can be repeated)")
+    add("--only", action="append", metavar="PATTERN", help="list only tensors whose names match (can be repeated)")
     add("--norms", action="store_true", help="read all values: norm, largest magnitude, values that are not finite")
     add("--config", action="store_true", help="print the configuration's text")
     add("--quick", action="store_true", help="check the sizes of the files, not every byte")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Export a checkpoint to DeepSpeed's universal format, with optimizer states.
 
-That is a folder per parameter with its fp32 value and moments, and the state of the optimizer and of the engine.
+The format is a folder per parameter with its fp32 value and moments, and the state of the optimizer and of the engine.
 
 deepy checkpoint to-deepspeed CHECKPOINT OUT
 deepy checkpoint to-deepspeed CHECKPOINT OUT --names names.yml    # our name: their name, for each tensor

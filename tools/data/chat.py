@@ -49,7 +49,7 @@ def options() -> argparse.ArgumentParser:
     add_shared(parser, "--append-eod", eod)
     add("--longest", type=int, metavar="TOKENS", help="omit longer conversations (default: no limit)")
     add("--reward", metavar="KEY", help="also write PREFIX_rewards.npy: a number, true or false of each record")
-    add_shared(parser, "--bad", "for records that are no conversation (default: %(default)s)")
+    add_shared(parser, "--bad", "skip records without a conversation, or end with an error (default: %(default)s)")
     add_shared(parser, "--workers", "processes (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace an output that is there")
     add_tokenizer(parser)

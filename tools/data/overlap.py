@@ -31,7 +31,7 @@ def options() -> argparse.ArgumentParser:
     what.add_argument(
         "--examples", metavar="FILE", help="JSON lines (.jsonl), or a text whose paragraphs are the examples"
     )
-    what.add_argument("--tasks", metavar="NAME,...", help="tasks of the evaluation harness, as evaluate.py takes them")
+    what.add_argument("--tasks", metavar="NAME,...", help="tasks of the evaluation harness, as for `deepy evaluate`")
     add("--fields", metavar="NAME,...", help="of the JSON lines (default: text, or context,continuation)")
     add("--include-path", action="append", default=[], metavar="FOLDER", help="a folder of task files")
     add("--by", default="words", choices=["words", "tokens"], help="default: %(default)s")

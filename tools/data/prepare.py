@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Fetch a well-known corpus as jsonl files for tokenize.py.
+"""Fetch a well-known corpus as jsonl files for `deepy data tokenize`.
 
     deepy data prepare --list
     deepy data prepare stdlib --output data
@@ -26,8 +26,8 @@ from tools.data.command import run_tool  # noqa: E402
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", nargs="?", help="its name")
-    parser.add_argument("--list", action="store_true", help="say which corpora there are")
-    parser.add_argument("--output", default="data", metavar="FOLDER", help="where the files go (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="list the corpora")
+    parser.add_argument("--output", default="data", metavar="FOLDER", help="folder of the files (default: %(default)s)")
     parser.add_argument(
         "--validation", type=float, default=0.02, help="share of documents for validation (default: %(default)s)"
     )

@@ -3,7 +3,7 @@
 
     deepy data split data/all --output data/all --shares train=0.98 validation=0.01 test=0.01 --seed 1
 
-writes data/all_train, data/all_validation and data/all_test. Without --seed the file is cut in its own order.
+Writes data/all_train, data/all_validation and data/all_test. Without --seed the file is cut in its own order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def options() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="NAME=SHARE",
-        help="names of the parts and their shares of documents",
+        help="names of the parts, with their shares of the documents",
     )
     parser.add_argument("--output", required=True, metavar="PREFIX", help="each part is PREFIX_NAME")
     parser.add_argument("--seed", type=int, help="draw the documents of the parts at random")

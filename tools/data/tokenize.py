@@ -44,11 +44,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         "also .gz .zst .xz .bz2, and .tar of these",
     )
     add_shared(parser, "--format", "kind of the files (default: by their endings)")
-    add(
-        "--dataset",
-        metavar="NAME",
-        help="what datasets.load_dataset loads: a name on the hub, or a builder such as json",
-    )
+    add("--dataset", metavar="NAME", help="a name on the hub, or a builder of datasets.load_dataset, such as json")
     add("--config", metavar="NAME", help="configuration of the data set")
     add("--split", default="train", help="split of the data set (default: %(default)s)")
     add("--streaming", action="store_true", help="read the data set without downloading it first")
@@ -62,13 +58,13 @@ def add_work(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--append-eod", "end each document with the end-of-document token (default: yes)")
     add("--normalise", choices=["NFC", "NFKC", "NFD", "NFKD"], help="bring texts into a Unicode normal form first")
     add("--strip", action="store_true", help="remove white space at both ends of texts")
-    add_shared(parser, "--bad", "what to do with lines that are no text (default: %(default)s)")
+    add_shared(parser, "--bad", "skip lines without a text, or end with an error (default: %(default)s)")
     add_shared(parser, "--workers", "processes (default: %(default)s)")
     add(
         "--encoder",
         choices=["auto", "gigatoken", "tokenizer"],
         default="auto",
-        help="what computes the ids (default: %(default)s)",
+        help="program that computes the ids (default: %(default)s)",
     )
     add(
         "--save-every",

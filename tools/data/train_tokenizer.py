@@ -27,7 +27,13 @@ KINDS = ["bpe", "unigram", "sentencepiece-bpe", "sentencepiece-unigram", "charac
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="files, folders and globs, as of tokenize.py")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="files, folders and globs, as for `deepy data tokenize`",
+    )
     add_shared(parser, "--format", "kind of the files (default: by their endings)")
     add("--output", required=True, metavar="FILE", help="tokenizer.json, or the .model of sentencepiece")
     add("--kind", choices=KINDS, default="bpe", help="bpe and unigram are byte-level (default: %(default)s)")

@@ -36,7 +36,7 @@ def options() -> argparse.ArgumentParser:
     what.add_argument("--document", metavar="SOURCE:NUMBER", help="a document of a source (its name or path)")
     what.add_argument("--text", help="a text. All sources are searched")
     add_shared(parser, "--split", "default: %(default)s")
-    parser.add_argument("--name", help="which validation or test set")
+    parser.add_argument("--name", help="name of the validation or test set")
     add_shared(parser, "--workers", "processes that search for a text (default: %(default)s)")
     return parser
 

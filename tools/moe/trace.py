@@ -13,7 +13,7 @@ last expert means no expert) and weights. A summary comes first: per layer, the 
 number of unused experts, and the number of choices of no expert.
 
 A placement has each rank's experts of each layer, such that most tokens find their experts of consecutive layers on one
-rank. It is reported on the batch of the next step, which it was not made for.
+rank. The report is for the batch of the next step, which the placement has not read.
 """
 
 from __future__ import annotations
@@ -135,11 +135,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("path", type=Path, help="a run's directory, a folder of checkpoints, or a checkpoint")
     parser.add_argument("--step", type=int, default=0, help="the update whose batch is read (default 0)")
     parser.add_argument("--samples", type=int, help="number of samples (default: a micro-batch)")
-    parser.add_argument("--output", type=Path, help="write the rows here (default: standard output)")
+    parser.add_argument("--output", type=Path, help="file of the rows (default: standard output)")
     parser.add_argument("--placement", type=Path, metavar="FILE", help="write a placement of the experts on ranks")
     parser.add_argument("--ranks", type=int, help="with --placement: expert parallel ranks")
-    parser.add_argument("--hosts", type=int, default=1, help="hosts of these ranks: within a host first (default 1)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the integer program (default 60)")
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="hosts of these ranks, which are placed within a host first (default 1)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="limit of the integer program, in seconds (default 60)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 

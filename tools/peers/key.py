@@ -4,7 +4,7 @@
     deepy peers key ~/peer.key           the file must not exist. Only its owner can read it
     deepy peers key ~/peer.key --show    print the public key of an existing one
 
-Without PyNaCl or cryptography there is no public key, and `peers.signature: shared_key` is possible only.
+Without PyNaCl or cryptography there is no public key, and only `peers.signature: shared_key` is possible.
 """
 
 from __future__ import annotations

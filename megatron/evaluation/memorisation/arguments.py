@@ -34,13 +34,13 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog="deepy extract",
         usage="deepy extract a.yml ... key.path=value ... --steps FIRST:END [options]",
-        description="Which sequences of the run's own data a checkpoint can recite, on any layout.",
+        description="Find the sequences of the run's own data that a checkpoint can recite, on any layout.",
         allow_abbrev=False,
     )
     add = made.add_argument
     add("--steps", required=True, metavar="FIRST:END[:EVERY]", help="try the sequences of these steps, without END")
-    add("--context", type=int, default=32, metavar="K", help="tokens that the model is given (default: %(default)s)")
-    add("--continuation", type=int, default=32, metavar="L", help="tokens it is asked for (default: %(default)s)")
+    add("--context", type=int, default=32, metavar="K", help="tokens of the prompt (default: %(default)s)")
+    add("--continuation", type=int, default=32, metavar="L", help="tokens of the continuation (default: %(default)s)")
     add("--samples", type=int, metavar="N", help="only the first N sequences of each step")
     add("--flags-only", action="store_true", help="only whether a sequence is extractable: one pass, no scores")
     add("--checkpoint", metavar="STEP|PATH", help="a step of the run, or a checkpoint (default: the newest)")
