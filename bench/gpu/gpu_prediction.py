@@ -5,7 +5,8 @@
 
 The time of a step is a sum: matrix products, attention and scans, memory traffic, the loss, the optimizer, and messages
 that no computation hides. The host's time replaces it where launching all kernels takes longer. FLOPs, parameters,
-matrices and kept activations are the layers' own counts. `RATES` has the rates, with their sources.
+matrices and kept activations are the layers' own counts. `make gpu-host` counts the kernels. `RATES` has the rates,
+with their sources.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron.plan.devices import Cluster, Device, cluster
 from megatron.plan.prediction import choice_of
 from megatron.plan.shapes import Shapes
 from megatron.plan.step import BACKWARD_ATTENTION, OVERLAP, collective, groups, product_time
+from tests.stand_ins.gpu.cases import further_kernels, kernels_of_layers
 
 GPUS = (1, 8, 64)
 RATES = {  # shares of the data sheet's figures
@@ -46,9 +48,10 @@ MOE = [
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, its file below configs/, its step, and the kernels of a layer in a micro-batch.
+    """A model, its file below configs/, and its step.
 
     Attributes:
+        layer: whose kernels were counted, see `tests/stand_ins/gpu/cases.py`.
         least: GPUs whose memory holds it.
     """
 
@@ -56,21 +59,21 @@ class Shape:
     file: str
     micro_batch: int
     accumulation: int
-    kernels: int
+    layer: str
     overrides: tuple[str, ...] = ()
     least: int = 1
     scans: bool = False
 
 
 SHAPES = (
-    Shape("pythia-160m", "pythia/160m", 16, 1, 59, ("training.loss_chunk=8192",)),
-    Shape("pythia-410m", "pythia/410m", 8, 2, 59),
-    Shape("pythia-1.4b", "pythia/1.4b", 4, 4, 59),
-    Shape("Llama 3.2 1B", "llama/llama3.2_1b", 4, 4, 46, ("training.loss_chunk=8192",)),
-    Shape("Llama 3 8B", "llama/llama3_8b", 1, 4, 46, ("training.loss_chunk=8192",), least=8),
-    Shape("8 experts of 2048, top 2", "mixtral/8x7b", 8, 1, 229, tuple(MOE)),
-    Shape("mamba2-370m", "mamba2/370m", 4, 1, 80, (), scans=True),
-    Shape("rwkv7-0.4b", "rwkv7/0.4b", 4, 1, 80, (), scans=True),
+    Shape("pythia-160m", "pythia/160m", 16, 1, "Pythia", ("training.loss_chunk=8192",)),
+    Shape("pythia-410m", "pythia/410m", 8, 2, "Pythia"),
+    Shape("pythia-1.4b", "pythia/1.4b", 4, 4, "Pythia"),
+    Shape("Llama 3.2 1B", "llama/llama3.2_1b", 4, 4, "Llama", ("training.loss_chunk=8192",)),
+    Shape("Llama 3 8B", "llama/llama3_8b", 1, 4, "Llama", ("training.loss_chunk=8192",), least=8),
+    Shape("8 experts of 2048, top 2", "mixtral/8x7b", 8, 1, "experts", tuple(MOE)),
+    Shape("mamba2-370m", "mamba2/370m", 4, 1, "Mamba-2", (), scans=True),
+    Shape("rwkv7-0.4b", "rwkv7/0.4b", 4, 1, "RWKV-7", (), scans=True),
 )
 
 
@@ -118,7 +121,9 @@ def seconds(
     weights = sum(layer.own.total for layer in layers)
     sums = weights * (FIRST + LATER * (passes - 1))
     found["optimizer"] = (sums + weights / ranks * (more + UPDATE + NORM * (ranks > 1))) / memory
-    kernels = passes * shape.kernels * (shapes.places - 2) + 277
+    once, each_pass, each_chunk = further_kernels()
+    each_pass += kernels_of_layers()[shape.layer] * (shapes.places - 2) + each_chunk * chunks
+    kernels = once + passes * each_pass
     found["gaps"] = kernels * GAP
     found |= _messages(config, ranks, weights, sum(found.values()) / passes, at)
     device_time = sum(found.values())
@@ -189,12 +194,18 @@ def measure(given: argparse.Namespace) -> Result:
                 parts.append([shape.name, *(f"{1e3 * spent.get(name, 0.0):.1f}" for name in _parts())])
         rows.append([shape.name, f"{shape.accumulation} x {shape.micro_batch}", *cells])
     text = f"{grid(rows)}\n\nMilliseconds of a step on the fewest GPUs:\n\n{grid(parts)}\n\n"
-    text += f"Steps that were measured before:\n\n{grid(checked())}"
+    text += f"Steps that were measured before:\n\n{grid(checked())}\n\nCounted kernels:\n\n{grid(_counted())}"
     if given.page:
         page = given.page.read_text()
         begin, end = page.index(PAGE_BEGIN) + len(PAGE_BEGIN), page.index(PAGE_END)
         given.page.write_text(f"{page[:begin]}\n{text}\n{page[end:]}")
     return Result(document, text)
+
+
+def _counted() -> list[list[str]]:
+    layers, further = kernels_of_layers(), further_kernels()
+    names = [f"layer of {name}" for name in layers]
+    return [[*names, "step", "micro-batch", "chunk of the loss"], [f"{each}" for each in (*layers.values(), *further)]]
 
 
 def _heads() -> list[str]:

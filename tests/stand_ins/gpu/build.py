@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,4 +60,4 @@ def _symbols(kind: str, library: Path) -> set[str]:
     return set(NEEDED.findall(listed))
 
 
-_TEXT = {"check": True, "capture_output": True, "text": True, "env": {**os.environ, "LC_ALL": "C"}}
+_TEXT: dict[str, Any] = {"check": True, "capture_output": True, "text": True, "env": {**os.environ, "LC_ALL": "C"}}
