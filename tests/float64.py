@@ -1,6 +1,6 @@
 """Computing in float64, where equal results have no room for luck.
 
-What two programs do differently shows far above 1e-10, and what rounding does far below.
+A difference between two programs shows far above 1e-10, and rounding far below.
 
 Models of the project follow the type of their parameters (`build_model(config, dtype=torch.float64)`). Other people's
 have fp32 written into them. `wider` makes those places float64.

@@ -1,7 +1,7 @@
-"""Scripts run as from a command line, but without a start of Python, whose imports take seconds: in this process, or
-in one that is forked from a process that has imported torch and DeepSpeed.
+"""Scripts run as from a command line, without a start of Python, whose imports take seconds: in this process, or in
+a fork of a process that has imported torch and DeepSpeed.
 
-For what tools say and write. That each starts by itself is seen in tests/command, and by those who start one.
+For what tools say and write. tests/command checks that each starts by itself, and so do the tests that start one.
 """
 
 from __future__ import annotations

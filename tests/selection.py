@@ -1,12 +1,12 @@
 """Which tests run first, and which ones `make test-fast` runs: both follow from measured times in tests/durations.json.
 
 A whole run (`--dist loadfile`) ends when its last file ends, so long files start first. A fast run has the first case
-of every test function but those that take long. A new test belongs to it until somebody measures it. `make durations`
+of every test function, except long ones. A new test belongs to it until somebody measures it. `make durations`
 runs the whole suite and writes the file again, `pytest --store-durations FILE ...` measures some files alone. It needs
 no entry by hand, and a file that it does not know starts early.
 
 Times are CPU seconds, of the process that runs a test and of all processes below it: they are nearly the same on a
-quiet machine and on a busy one, where seconds by the clock say how many others work. What the clock tells is only
+quiet machine and on a busy one, where seconds by the clock say how many others work. Seconds by the clock are only
 checked for tests that wait.
 """
 
@@ -97,7 +97,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def cpu_seconds(process: int) -> float:
-    """CPU time of a process, of those below it, and of those that it has waited for. Of all but daemons, that is."""
+    """CPU time of a process, of its descendants, and of processes that it has waited for. Of all but daemons, that
+    is."""
     folder = Path("/proc", str(process))
     try:
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
@@ -139,7 +140,7 @@ def shared_fixtures(item: pytest.Item) -> list[str]:
 class Stopwatch:
     """Adds up what each file and each function's longest case took, set-up included.
 
-    What tests share is made for the first of them, but would be made for any other that is chosen without it.
+    Shared values of tests are made for the first of them, but would be made for any other that is chosen without it.
     """
 
     def __init__(self) -> None:
@@ -172,7 +173,7 @@ class Stopwatch:
 
 
 def merged(known: dict[str, dict[str, float]], files: dict[str, float], long: dict[str, float]) -> dict:
-    """What was known, with what a run of these files measured. Files that are gone are forgotten."""
+    """Known times, with the times that a run of these files measured. Files that are gone are forgotten."""
 
     def kept(name: str) -> bool:
         file = name.partition("::")[0]

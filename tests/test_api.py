@@ -26,7 +26,7 @@ WORDS = (
 
 
 def tool(name: str, *words: str) -> str:
-    """What a script of tools/ prints."""
+    """Output of a script of tools/."""
     done = script(name, *words, folder=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

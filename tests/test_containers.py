@@ -26,7 +26,7 @@ def sections(text: str) -> dict[str, str]:
 
 
 def debian_packages(text: str) -> set[str]:
-    """What the apt-get line installs."""
+    """Packages of the apt-get line."""
     (line,) = re.findall(r"apt-get install -y --no-install-recommends \\\n((?:.*\\\n)*.*)\n", text)
     return {word for word in line.partition("&&")[0].replace("\\", " ").split()}
 

@@ -1,4 +1,4 @@
-"""The package that others install: wheel and sdist, tried outside of the repository; metadata; neighbours."""
+"""The package that others install: wheel and sdist, tried outside of the repository, with metadata and neighbours."""
 
 from __future__ import annotations
 

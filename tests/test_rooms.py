@@ -28,7 +28,7 @@ FILES = {module_name(path): path for path in sorted((ROOT / PACKAGE).rglob("*.py
 
 
 def executed(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes below `node`, without those that only a type checker reads."""
+    """The nodes below `node`, without the ones that only a type checker reads."""
     below = [node]
     while below:
         for child in ast.iter_child_nodes(below.pop()):
@@ -53,7 +53,7 @@ def imported(name: str, files: dict[str, Path]) -> set[str]:
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """Of each module those that it imports."""
+    """The imports of each module."""
     return {name: imported(name, FILES) for name in FILES}
 
 
@@ -116,7 +116,7 @@ def test_no_folder_has_more_than_25_files():
 
 
 def test_one_file_knows_deepspeeds_entry_and_one_room_its_names():
-    """`deepspeed` is imported in engine/ alone, and initialised in one place there."""
+    """`deepspeed` is imported only in engine/, and initialised in one place there."""
     importers, callers = set(), []
     for name, path in FILES.items():
         for node in executed(ast.parse(path.read_text(encoding="utf-8"))):
@@ -169,7 +169,7 @@ def speaks_of_kinds(name: str) -> list[str]:
 
 
 def test_nobody_outside_names_or_imports_a_kind():
-    """What somebody has to know of a kind is declared by it: in its `LayerKind`, or by a class that its layer has."""
+    """A kind declares its properties itself: in its `LayerKind`, or by a class that its layer has."""
     inside = f"{PACKAGE}.kinds"
     wrong = [
         each
@@ -183,7 +183,7 @@ def test_nobody_outside_names_or_imports_a_kind():
 
 
 def test_the_check_sees_circles_and_function_level_imports(tmp_path):
-    """A check of the tests above, on files of which one imports the other inside a function."""
+    """A check of the tests above, on two files. One imports the other inside a function."""
     files = {}
     for name, text in {
         "m.a": "def f():\n    from . import b",

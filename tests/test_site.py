@@ -66,7 +66,7 @@ def test_pages_need_nothing_from_elsewhere(site):
 
 @pytest.mark.tour
 def test_the_notebook_runs(tmp_path):
-    """Every cell, in a fresh kernel. What it prints of losses and hashes is what the text says next to it."""
+    """Every cell, in a fresh kernel. Printed losses and hashes equal the text next to them."""
     nbformat = pytest.importorskip("nbformat")
     from nbclient import NotebookClient
 

@@ -1,4 +1,4 @@
-"""Ranks for this suite: those of `megatron.testing`, under the name that the tests use."""
+"""Ranks for this suite: the ranks of `megatron.testing`, under the name that the tests use."""
 
 from megatron.testing.ranks import on_ranks as run
 

@@ -61,7 +61,7 @@ def islands_of_two() -> Tuned:
 
 
 def test_algorithms_are_tuned(tmp_path):
-    """Each in every form of group over several hosts. The account's bytes are those of the formulas in the docs."""
+    """Each in every form of group over several hosts. The account's bytes follow the formulas in the docs."""
     tuned = run(4, islands_of_two)
     assert all(each.table == tuned[0].table for each in tuned), "all ranks choose the same"
     found = tuned[0]

@@ -62,7 +62,7 @@ def test_each_contender_has_its_own_flops():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("dense", [False, True])
 def test_ours_computes_in_the_type_that_is_asked_for(precision: str, dense: bool):
-    """On a CPU, too, where fp32 is only what nobody asks for: the other side takes the same word."""
+    """On a CPU too, where fp32 is only a default: the other side takes the same word."""
     for asked in (precision, None):
         setup = Setup("tiny", 32, 2, vocabulary=8192, precision=asked)
         assert configuration(setup, dense=dense).precision.compute == (asked or "fp32") == setup.compute

@@ -1,4 +1,4 @@
-"""What grows with the world, counted: no rank has more groups, and nothing grows faster than the world."""
+"""Growth with the world, counted: no rank has more groups, and nothing grows faster than the world."""
 
 from __future__ import annotations
 

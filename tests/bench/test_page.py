@@ -128,8 +128,8 @@ def test_the_clock_has_rows_of_its_own(small):
 
 @pytest.mark.parametrize("theirs", ["1", "8"])
 def test_rows_with_threads_of_their_own(tmp_path: Path, monkeypatch, theirs: str):
-    """Measured with so many threads whatever the environment says, by the clock, and apart from the same row without
-    them. The table's note says so."""
+    """Measured with this number of threads, whatever the environment says, by the clock, and apart from the same row
+    without them. The table's note says so."""
     monkeypatch.setenv("OMP_NUM_THREADS", theirs)
     monkeypatch.setattr(page, "ROOT", tmp_path)
     (tmp_path / "bench").mkdir(parents=True)

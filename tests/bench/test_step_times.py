@@ -47,7 +47,7 @@ def test_rounds_take_every_case_in_turn_and_go_on(tmp_path):
 
 @pytest.mark.parametrize("known", ['{"a": [{"wall": 9.0, "cpu": 9.0}]}', None])
 def test_rounds_of_other_settings_are_taken_anew(known, tmp_path):
-    """Those whose settings nobody wrote down, too."""
+    """Published runs without settings, too."""
     path, old, new = tmp_path / "times.json", {"steps": 2, "ranks": 2}, {"steps": 8, "ranks": 2}
     if known:
         path.write_text(known)
@@ -153,7 +153,7 @@ def test_rows_of_memory_are_kept_for_the_same_device(tmp_path, monkeypatch):
 
 
 def test_on_a_cpu_hooks_of_zero_3_are_counted(options):
-    """By the formulas of the device alone it was the first choice everywhere, and measured it is twice as slow."""
+    """By only the formulas of the device it was the first choice everywhere, and measured it is twice as slow."""
     for name in ("llama", "neox", "mixtral", "mamba2", "rwkv7"):
         _, plans = asked(name, options)
         assert plans[0].choice.zero < 3 and plans[0].step.parts["hooks"] < plans[-1].step.parts["hooks"]

@@ -1,4 +1,4 @@
-"""Faults that happen to real runs, which must end as if nothing had been, and what tells that they do not."""
+"""Faults that happen to real runs, which must end as undisturbed ones, and the checks that find a difference."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_flip_changes_one_bit() -> None:
 
 
 def test_a_gradient_is_corrupted_in_one_update() -> None:
-    """As SGD's updates tell: the largest element's is another one once, and no other's ever."""
+    """As SGD's updates show: the largest element's is another one once, and no other's ever."""
     weight = torch.zeros(5, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     corrupt_gradient(optimizer)
@@ -180,7 +180,7 @@ def test_a_gradient_is_corrupted_in_one_update() -> None:
 
 
 def test_a_job_knows_its_own_processes(tmp_path: Path) -> None:
-    """And those that they have started, and no others."""
+    """And the processes that they have started, and no others."""
     mine, other = TrialJob(tmp_path / "a", [], 1), TrialJob(tmp_path / "b", [], 1)
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     process = subprocess.Popen(

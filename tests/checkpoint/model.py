@@ -82,7 +82,7 @@ def stage_of(tensor: LogicalTensor, count: int) -> int:
 
 
 def fragments(model: Model, layout: Layout, rank: int, *, replicas: bool = False) -> list[Fragment]:
-    """What a rank has: with ZeRO the states of its shards lie end to end and are cut at odd places.
+    """The state of a rank: with ZeRO the states of its shards lie end to end and are cut at odd places.
 
     Args:
         replicas: everything the rank needs to run, not only what it is the owner of.

@@ -303,7 +303,7 @@ def _whole(engine, micro: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def client_state(iteration: int) -> dict[str, Any]:
-    """What GPT-NeoX gives DeepSpeed to keep, random states and all."""
+    """State that GPT-NeoX gives DeepSpeed to keep, with random states."""
     return {
         "iteration": iteration,
         "args": {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "padded_vocab_size": 512},

@@ -1,4 +1,4 @@
-"""What a user meets who opens folders with transformers, of whatever version. Imports nothing of ours.
+"""Folders as any version of transformers opens them for a user. Imports nothing of ours.
 
 python opened.py OUT.json TEXTS.json FOLDER ...        # a JSON object: each folder -> what was found
 """

@@ -1,4 +1,4 @@
-"""The Python examples of the documentation run, and the page alone is enough to read the files."""
+"""The Python examples of the documentation run, and only the page is needed to read the files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ assert not {{"torch", "megatron", "safetensors"}} & set(sys.modules)
 
 
 def test_the_table_of_architectures_is_that_of_the_code_and_of_the_layouts() -> None:
-    """Each architecture has one row, and the axes next to a name of the matrix are those that it is trained on
+    """Each architecture has one row, and the axes next to a name of the matrix are the axes that it is trained on
     there."""
     trained = {}
     for line in summary().splitlines()[2:]:

@@ -200,7 +200,7 @@ def test_disk_full_while_committing(tmp_path, monkeypatch, name):
 
 
 def test_any_error_of_a_rank_reaches_all(tmp_path):
-    """Even one that has nothing to do with the disk: nobody waits for a rank that gave up."""
+    """Even one that has nothing to do with the disk: no rank waits for one that gave up."""
 
     def work(member):
         def mine():

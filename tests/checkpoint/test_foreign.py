@@ -12,7 +12,7 @@ from tests.paths import ROOT
 
 
 def folder(path, *steps: int, latest: str | None = None):
-    """What GPT-NeoX leaves, with and without a pipeline."""
+    """Files that GPT-NeoX leaves, with and without a pipeline."""
     for number, step in enumerate(steps):
         inside = path / f"global_step{step}"
         (inside / "configs").mkdir(parents=True)

@@ -47,7 +47,7 @@ def values(spec: FragmentSpec) -> np.ndarray:
 
 
 def copied(pieces, source: np.ndarray, size: int) -> np.ndarray:
-    """What the pieces bring over, -1 where nothing came. Fails if a place is written twice."""
+    """Values that the pieces bring over, -1 where none came. Fails if a place is written twice."""
     target = np.full(size, -1)
     for piece in pieces:
         for run in range(piece.count):

@@ -1,4 +1,5 @@
-"""What goes in comes out: an imported folder that is exported again differs in nothing that a user could meet."""
+"""Import and export are inverse: an imported folder that is exported again differs in nothing that a user could
+meet."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ PYTHONS = [
 
 
 def opened(python: str, place: Path, folders: list[Path]) -> dict[Path, dict]:
-    """What a version of transformers finds in folders."""
+    """Results of a version of transformers on folders."""
     (place / "texts.json").write_text(json.dumps(real_texts()), encoding="utf-8")
     words = [python, str(ROOT / "tests/checkpoint/opened.py"), str(place / "found.json"), str(place / "texts.json")]
     done = subprocess.run([*words, *map(str, folders)], capture_output=True, text=True, cwd=place, env=OFFLINE)

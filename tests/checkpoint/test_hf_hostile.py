@@ -33,7 +33,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
-    """What is said of a folder that is not taken."""
+    """Message about a folder that is refused."""
     out = folder.parent / "out"
     assert tool("from_hf").main([str(folder), str(out), *more]) == 2
     assert not out.exists() or more
@@ -148,7 +148,7 @@ def test_a_configuration_of_another_model_is_refused(changes: dict, words: str, 
 
 
 def test_gate_and_up_are_not_cut_elsewhere(llama: Path, capsys) -> None:
-    """Together they have the rows of ours, so that only each one's shape tells."""
+    """Together they have the rows of ours, so that only each one's shape differs."""
     file = llama / "model.safetensors"
     header, data = parts(file)
     low, high = (header[f"model.layers.0.mlp.{each}_proj.weight"] for each in ("gate", "up"))
@@ -162,7 +162,7 @@ def test_gate_and_up_are_not_cut_elsewhere(llama: Path, capsys) -> None:
 
 
 class Shapes:
-    """A source that has shapes alone."""
+    """A source that has only shapes."""
 
     def __init__(self, found: dict[str, torch.Tensor]) -> None:
         self.path = Path("folder")
@@ -173,7 +173,7 @@ class Shapes:
 
 @pytest.mark.parametrize("kind", sorted(names()))
 def test_reversed_shapes_are_refused_whatever_the_architecture(kind: str, tmp_path: Path) -> None:
-    """Every tensor in turn, with transformers' own shapes for all others. Those of squares cannot be told."""
+    """Every tensor in turn, with transformers' own shapes for all others. A transposed square cannot be detected."""
     theirs = CASES[SHORTEST[kind]]
     theirs.save_pretrained(tmp_path)
     found = on_disk(hf.AutoModelForCausalLM.from_config(theirs).state_dict(), kind)

@@ -1,4 +1,4 @@
-"""What is not taken in, and what is not written, is refused in a sentence before anything is loaded or written."""
+"""Models that cannot be imported or exported are refused in a sentence before anything is loaded or written."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ STRANGE = (None, -1, "x", 0, [], {}, [None], 1e400)
 def test_strange_values_are_refused_or_taken(kind: str, every: bool, tmp_path: Path) -> None:
     """Every setting in turn lost, empty, negative, of another type: an error that names something, never another.
 
-    Not every setting of every architecture gets every value, but most settings are those of several architectures. A
+    Not every setting of every architecture gets every value, but most settings belong to several architectures. A
     plain run takes two of the eight values in turn, other ones for the next setting and architecture.
     """
     good = json.loads(CASES[SHORTEST[kind]].to_json_string(use_diff=False))

@@ -37,7 +37,7 @@ NAMES = ["{outside}/stolen", "../../stolen", "data/../../../stolen", "data/../st
 
 @pytest.fixture
 def places(tmp_path):
-    """(a whole checkpoint, a folder that nobody may touch)."""
+    """(a whole checkpoint, a folder that no reader may touch)."""
     outside = tmp_path / "outside"
     outside.mkdir()
     return save(tmp_path / "bucket", 3, fragments(Model(seed=3), Layout(), 0), meta(3)), outside

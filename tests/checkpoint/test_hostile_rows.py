@@ -67,7 +67,7 @@ def rewrite_index(path: Path, index: Index, form: int) -> None:
 @pytest.mark.parametrize("change", STRANGE, ids=str)
 @pytest.mark.parametrize("form", [1, 2])
 def test_rows_of_an_index_that_cannot_be_are_damage(path: Path, form: int, change: dict, place: str):
-    """Whoever reads is told, by an exception that every reader shares with the other ranks, and soon."""
+    """The reader raises an exception, soon, and every reader shares it with the other ranks."""
     whole = open_checkpoint(path)
     wanted = [FragmentSpec.whole(tensor, state) for tensor, state in _stored(whole)]
     rows = whole.index.rows.copy()
@@ -145,7 +145,7 @@ def test_columns_divide_the_ranks_of_a_tensor():
 
 
 def test_a_file_of_another_rank_or_step_is_not_read(tmp_path: Path):
-    """Nobody who trusts sizes alone, as evaluation does, takes one file for another of the same size."""
+    """No reader that checks only sizes, as evaluation does, takes one file for another of the same size."""
     layout = Layout(data=2, zero_stage=1)
     for step in (1, 2):
         model = Model(seed=step)

@@ -50,8 +50,8 @@ def host_folder(folder: str, host: int) -> Path:
 
 
 def read(levels: Levels, model: Model, layout: Layout, rank: int, least: int = 0) -> tuple[int | None, list[str]]:
-    """The step that is found, after everything that a rank of a layout needs was compared bit by bit. What was passed
-    over."""
+    """The step that is found, after everything that a rank of a layout needs was compared bit by bit. The skipped
+    copies."""
     found, skipped = levels.newest(least)
     told = [why for _, why in skipped]
     if found is None:

@@ -28,7 +28,7 @@ LAYOUT = Layout(tensor=2, data=2, zero_stage=1)
 
 
 def pieces(seed: int, files: int) -> list[tuple[str, np.ndarray]]:
-    """Every state of every tensor, cut at random among files, of which each has its own numbers for what it has."""
+    """Every state of every tensor, cut at random among files. Each has its own numbers for its rows."""
     chance = random.Random(seed)
     owned: list[list[tuple[int, int, int, int, int]]] = [[] for _ in range(files)]
     for tensor in range(len(TENSORS)):
@@ -129,7 +129,7 @@ def test_gaps_are_found_in_parts_as_in_the_whole(tmp_path: Path, monkeypatch):
 
 
 def test_what_is_wrong_with_a_file_names_it(tmp_path: Path, monkeypatch):
-    """Its names mean other tensors than those of files before it, it is damaged, the disk does not give it."""
+    """Its names mean other tensors than in files before it, it is damaged, the disk does not give it."""
     model = Model(seed=2)
 
     def told(change) -> str:

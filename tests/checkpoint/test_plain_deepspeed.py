@@ -73,7 +73,7 @@ def plain_program(folder: str, config_file: str, stage: int) -> tuple[dict[str, 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_plain_program_of_deepspeed_continues_here(tmp_path: Path, stage: int, capsys) -> None:
-    """Weights and both moments equal those that DeepSpeed itself gathers, and the updates are counted."""
+    """Weights and both moments equal the values that DeepSpeed itself gathers, and the updates are counted."""
     (tmp_path / "tiny.yml").write_text(TINY)
     names, wanted = on_ranks(2, plain_program, str(tmp_path), str(tmp_path / "tiny.yml"), stage)[0]
     (tmp_path / "names.yml").write_text(json.dumps(names))

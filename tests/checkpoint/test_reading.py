@@ -74,7 +74,8 @@ def test_mismatches_are_listed_all_at_once(tmp_path):
 
 
 def test_ranks_want_together(tmp_path):
-    """What one rank lacks another may want. What nobody wants is left over, and every rank says so."""
+    """A block that one rank lacks another may need. A block that no rank needs is left over, and every rank reports
+    it."""
     path = save(tmp_path, 1, fragments(Model(), Layout(), 0), meta(1))
     checkpoint, layout = open_checkpoint(path), Layout(pipeline=3)
 
@@ -300,7 +301,7 @@ def test_memory_of_a_reshape_is_a_few_chunks(tmp_path):
 
 
 def test_one_process_writes_tensor_by_tensor(tmp_path):
-    """What an importer does: values come in pieces, in the order of the items, and only when their turn has come."""
+    """As an importer does: values come in pieces, in the order of the items, and only when their turn has come."""
     model, asked = Model(), []
     items = [(FragmentSpec.whole(tensor, "master"), torch.float32) for tensor in model.tensors]
 
@@ -370,7 +371,7 @@ def test_a_message_has_an_end() -> None:
 
 
 def open_and_tell(path: str) -> tuple[list[tuple[int, int]], str]:
-    """Which share of the index this rank read, and what it was told of the checkpoint."""
+    """Which share of the index this rank read, and what it received of the checkpoint."""
     shares, real = [], HashTree.check_share
     HashTree.check_share = lambda tree, share: shares.append(share) or real(tree, share)
     try:

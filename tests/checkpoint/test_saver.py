@@ -44,7 +44,7 @@ def gate(monkeypatch):
 
 
 def test_background_save_has_the_values_of_its_moment(tmp_path, gate):
-    """Training goes on and changes the tensors while the disk is busy."""
+    """Training continues and changes the tensors while the disk is busy."""
     live = fragment(1.0)
     saver = Saver(tmp_path, CheckpointSection(asynchronous=True))
     saver.save(1, [live], Meta(1))
@@ -179,9 +179,8 @@ def test_upload_tries_again_and_the_manifest_goes_last(tmp_path, unreliable):
 
 
 def test_while_another_takes_its_place_there_is_no_manifest(tmp_path, unreliable):
-    """A step that was uploaded by a branch that is left: until the new files are all there, nobody may take it for
-    whole.
-    """
+    """A step that was uploaded by a branch that is left: until the new files are all there, it must not count as
+    whole."""
     paths = [save(tmp_path / name, 1, [fragment(value)], Meta(1)) for name, value in (("old", 1.0), ("new", 2.0))]
     upload(paths[0], f"file://{tmp_path}/there")
     unreliable["failures"] = 10**6
@@ -278,8 +277,8 @@ def test_an_abandoned_branch_there_has_not_got_the_new_steps(tmp_path):
 
 
 def test_retention_elsewhere(tmp_path, monkeypatch):
-    """What is half deleted or half uploaded goes the next time. What the run left later is not counted among those to
-    keep. Another run's stays."""
+    """A step that is half deleted or half uploaded goes the next time. A later state of the run is not counted among
+    those to keep. Another run's stays."""
     there, original = f"file://{tmp_path}/there", LocalFileSystem.rm
     copies, section = Copies(), stored(there, keep=2)
     saver = Saver(tmp_path / "here", section, copies=copies)

@@ -98,7 +98,7 @@ def test_no_command_imports_what_a_checkpoint_names(stranger, tmp_path, name):
 
 @pytest.mark.parametrize("how", ["flag", "variable"])
 def test_the_user_admits_modules(stranger, tmp_path, how):
-    """Only those that are named: the checkpoint's hook, runner and optimizer stay out."""
+    """Only the named modules: the checkpoint's hook, runner and optimizer stay out."""
     flag, more = (["--extensions", "evil_module"], {}) if how == "flag" else ([], {"DEEPY_EXTENSIONS": "evil_module"})
     done = python(stranger, *COMMANDS["generate"], *flag, marker=tmp_path / "marker", **more)
     assert done.returncode == 0, done.stderr

@@ -146,7 +146,7 @@ def test_zero_shares_evenly(layout, biggest):
     ],
 )
 def test_experts_fall_to_their_ranks(to, experts):
-    """Each rank has elements of its experts alone, all ranks together each element of each tensor once."""
+    """Each rank has only elements of its experts, all ranks together each element of each tensor once."""
     tensors = {
         tensor.name: tensor
         for tensor in (

@@ -102,7 +102,7 @@ def test_what_deepspeeds_converter_writes_becomes_a_checkpoint_that_resumes(tmp_
 
 
 def parameter_names(config_file: str, ranks: int, *overrides: str) -> dict[str, str]:
-    """Our names of the parameters, and those of the module that DeepSpeed gets."""
+    """Our names of the parameters, and the names in the module that DeepSpeed gets."""
     from megatron.model.stack import Model, ModelPlan
     from megatron.parallel.layout.layout import Layout
     from megatron.parallel.layout.mesh import Mesh
@@ -113,7 +113,7 @@ def parameter_names(config_file: str, ranks: int, *overrides: str) -> dict[str, 
 
 
 def written(folder: str, config_file: str, ranks: int, *overrides: str) -> str:
-    """What to_native.py does, on these workers."""
+    """Run to_native.py on these workers."""
     import torch.distributed as dist
 
     from megatron.checkpoint import GroupCommunicator
@@ -272,7 +272,7 @@ def test_deepspeeds_own_loader_cuts_it_as_our_layouts_do(tmp_path: Path) -> None
 
 
 def loaded(load, folder: Path, model: Model, tensor, rank: int, ranks: int):
-    """What DeepSpeed's loader gives a rank whose fragment begins at the second element of its shard."""
+    """Values that DeepSpeed's loader gives a rank whose fragment begins at the second element of its shard."""
     whole = model.values[tensor.name, "master"]
     shape = local_shard(whole.numpy(), tensor, rank, ranks).shape
     length = max(whole.numel() and int(torch.Size(shape).numel()) - 1, 0)

@@ -1,4 +1,4 @@
-"""What is said of a damaged or renamed checkpoint: sentences about the file, not about Python."""
+"""Messages about a damaged or renamed checkpoint: sentences about the file, not about Python."""
 
 from __future__ import annotations
 

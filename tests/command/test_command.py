@@ -33,7 +33,7 @@ def deepy(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess:
 
 
 def completed(line: str, folder: Path) -> list[str]:
-    """What a shell is told that may stand at the end of a line."""
+    """Words that a shell may complete at the end of a line."""
     done = subprocess.run(
         ["bash", "-c", f'exec "{sys.executable}" -c "{RUN}" 8>&1 9>/dev/null >/dev/null'],
         cwd=folder,
@@ -113,7 +113,7 @@ def test_mistakes(words, told):
 
 @pytest.mark.tour
 def test_train_is_what_train_py_does(tmp_path):
-    """A ready configuration by its name, options behind it, from another folder. The losses are those of train.py."""
+    """A ready configuration by its name, options behind it, from another folder. The losses are equal to train.py's."""
     few = ["training.stop_at_step=3", "launch.device=cpu"]
     ours = deepy("train", *TINY, *few, "--ranks", "1", "run.dir=runs/a", folder=tmp_path)
     assert ours.returncode == 0, ours.stdout + ours.stderr

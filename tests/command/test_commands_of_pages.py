@@ -137,7 +137,7 @@ def _tool(verb: Verb, rest: list[str], whole: bool) -> None:
 
 
 def _forget() -> None:
-    """Drop modules of a tool's own folder: those of another folder may have the same names."""
+    """Drop modules of a tool's own folder: modules of another folder may have the same names."""
     for name, module in list(sys.modules.items()):
         if "." not in name and (getattr(module, "__file__", None) or "").startswith(f"{ROOT / 'tools'}{os.sep}"):
             del sys.modules[name]

@@ -1,4 +1,4 @@
-"""What a first user types, and what is said where it is wrong: names, options, keys, help and manifests."""
+"""Commands of a first user, and the messages about mistakes: names, options, keys, help and manifests."""
 
 from __future__ import annotations
 

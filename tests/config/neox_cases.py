@@ -25,7 +25,7 @@ BASE: dict[str, Any] = {
 
 
 def flat(**changes: Any) -> Translation:
-    """The translation of a small complete file with `changes`. A change to None leaves the key out."""
+    """The translation of a small complete file with `changes`. A change to None removes the key."""
     values = {name: value for name, value in (BASE | changes).items() if value is not None}
     return translate([FlatDocument("small.yml", values, {name: line for line, name in enumerate(values, 1)})])
 

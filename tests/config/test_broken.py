@@ -1,4 +1,4 @@
-"""Every broken configuration is refused by the real command, with all that the user needs to mend it."""
+"""Every broken configuration is refused by the real command, with all that the user needs to fix it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tools.config import main
 
 @cache
 def teachers() -> dict[str, str]:
-    """What checkpoints of models with another vocabulary and with an odd number of heads know of themselves."""
+    """Metadata of checkpoints of models with another vocabulary and with an odd number of heads."""
     found = {}
     for name, vocabulary, heads in (("other_words", 96, 4), ("odd_heads", 128, 3)):
         model = {"layers": "(attention/mlp) x1", "hidden_size": 48, "vocab_size": vocabulary}
@@ -207,7 +207,7 @@ def test_every_rule_is_registered():
 
 
 def test_every_rule_has_a_case(watch):
-    """Some case of the tables breaks each rule, those of kinds for each kind or one that shares the rule."""
+    """Some case of the tables breaks each rule, and rules of kinds for each kind or one that shares the rule."""
     fired = set().union(*(watch.outcome(case).fired for case in BROKEN + WARNED))
     # Only a package that is missing breaks these (tests/config/test_optimizer_packages.py, test_extras.py).
     names = ("recipe.packages_are_here", "output.packages_of_sinks_are_here")

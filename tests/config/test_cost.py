@@ -1,4 +1,4 @@
-"""The figures of warnings about size: never above those of the layers' own counts and of what a run writes."""
+"""The figures of warnings about size: never above the layers' own counts and the bytes that a run writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a feature declares: keys at their places, the order of parts and hooks, memory and messages in plans."""
+"""Declarations of a feature: keys at their places, the order of parts and hooks, memory and messages in plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers of files of small_fc_lopt's weights that nobody may trust."""
+"""Headers of files of small_fc_lopt's weights that must not be trusted."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_without_experts_nothing_reads_the_other_keys():
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_sinkhorn_chooses_what_gpt_neox_chooses(top_k):
-    """On as many tokens as a micro-batch has. Its loop ends after one round only where a mean difference is above
+    """On the number of tokens of a micro-batch. Its loop ends after one round only where a mean difference is above
     1e-4."""
     translation = flat(moe_top_k=top_k, **MOE)
     model = translation.values["model"] | {"vocab_size": 8}

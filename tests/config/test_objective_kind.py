@@ -1,4 +1,4 @@
-"""What a configuration says of an objective comes from the objective's own `ObjectiveKind`."""
+"""Options and rules of an objective come from the objective's own `ObjectiveKind`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration says of an optimizer comes from the optimizer's own `OptimizerKind`."""
+"""Options and rules of an optimizer come from the optimizer's own `OptimizerKind`."""
 
 from __future__ import annotations
 

@@ -269,8 +269,8 @@ def test_a_file_is_checked_before_the_start(tmp_path: Path):
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_more_kept_passes_than_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool):
-    """All forward passes first: 16 on each of two ranks, whose outputs have 2 * 1024 * 32 numbers of 4 bytes. What they
-    take is certain. The inputs of two blocks per stage, weights and states make it a warning."""
+    """All forward passes first: 16 on each of two ranks, whose outputs have 2 * 1024 * 32 numbers of 4 bytes. Their
+    memory is certain. The inputs of two blocks per stage, weights and states make it a warning."""
     file, stream = tmp_path / "first.csv", 4 * 2 * 1024 * 32
     rows = [[f"{rank}{kind}{micro}" for kind in "FB" for micro in range(16)] for rank in range(2)]
     file.write_text("\n".join(map(",".join, rows)))

@@ -25,7 +25,7 @@ from tests.paths import ROOT
 
 @pytest.fixture
 def odd(tmp_path: Path) -> dict[str, Path]:
-    """A FIFO that nobody writes, a device without an end, and links to both."""
+    """A FIFO without a writer, a device without an end, and links to both."""
     os.mkfifo(tmp_path / "fifo")
     found = {"fifo": tmp_path / "fifo", "device": Path("/dev/zero")}
     for name, path in list(found.items()):

@@ -91,7 +91,7 @@ def test_data_parallel_size_leaves_out_the_model_parallel_ranks():
     [(False, 64, 256), (True, 64, 256), (True, 768, 2048), (True, 4096, 11008), (True, 5120, 13824)],
 )
 def test_mlp_width(gated, width, expected):
-    """Gated widths are those of Llama 7B and 13B."""
+    """Gated widths equal the widths of Llama 7B and 13B."""
     model = {**BASE["model"], "hidden_size": width, "mlp": {"gated": gated}}
     assert resolve(changed(model=model)).model.mlp.hidden_size == expected
 

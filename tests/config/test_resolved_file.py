@@ -155,7 +155,7 @@ def test_a_file_from_before_a_key_existed_is_read_and_one_that_lost_a_key_is_not
 
 
 def test_files_with_keys_that_are_gone_stay_readable(tmp_path):
-    """What a former version wrote: its hash is of all of its values."""
+    """A file of a former version: its hash is of all of its values."""
     former = {"upload": "s3://bucket/run", "upload_every": 10, "upload_keep_last": None}
     one = resolved()
     lines = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in former.items())

@@ -297,7 +297,7 @@ def sized(**section) -> int:
 
 
 def test_tokenizer_sizes_are_those_of_the_tokenizers(tmp_path):
-    """What is read from files alone agrees with the tokenizer itself."""
+    """Facts that are read only from files agree with the tokenizer itself."""
     from megatron.config.sections.data import TokenizerSection
     from megatron.data.tokenizer import build_tokenizer
 

@@ -54,7 +54,7 @@ def test_each_folder_is_looked_at(folder, somebody):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 def test_a_folder_that_root_may_write_and_nobody_can(folder):
-    """Permissions alone say yes to root in /proc, and on network disks that do not know root."""
+    """Permissions would say yes to root in /proc, and on network disks that do not know root."""
     assert keys("run.dir=open/run", "checkpoint.dir=/proc/x") == ["checkpoint.dir"]
     assert keys("run.dir=/proc/x") == ["run.dir"]
     assert keys("run.dir=open/run") == [] and not os.listdir(folder / "open")

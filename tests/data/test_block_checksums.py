@@ -106,7 +106,7 @@ def test_a_damaged_table_is_refused_before_anything_is_read(pair, seed):
 
 
 def test_an_entry_of_the_index_that_changed_after_its_examination_is_noticed(pair, tmp_path):
-    """The order is in the cache, and nobody looks through the index again."""
+    """The order is in the cache, and the index is not searched again."""
     opened = loader(pair)
     file = opened.plan.sources[0].file
     file.offsets = file.offsets.copy()

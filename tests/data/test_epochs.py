@@ -28,8 +28,8 @@ def files(folder: Path, count: int) -> list[list[list[int]]]:
 def upstream(sources: list[list[list[int]]], micro: int, ranks: int, passes: int, epochs: int) -> list[list[list[int]]]:
     """The samples of each step of a GPT-NeoX run with train_epochs.
 
-    Each data set is built for one epoch. A blend has as many samples as its data sets together, all weights alike. The
-    loader cuts them into batches of micro * ranks, leaves the rest out, and begins again and again. A step takes
+    Each data set is built for one epoch. A blend has the samples of its data sets together, all weights alike. The
+    loader cuts them into batches of micro * ranks, skips the rest, and begins again and again. A step takes
     `passes` of them, and the run ends before a step would lack one.
     """
     sets = [flat_samples(documents, LENGTH, 1234, epochs=1) for documents in sources]
@@ -90,7 +90,7 @@ def native(tmp_path: Path, data: dict[str, Any], **training: Any) -> dict[str, A
 
 @pytest.mark.parametrize("order", ["pythia", "stream", "sequential"])
 def test_each_epoch_reads_what_the_order_has(order, tmp_path):
-    """Whole batches. Only the stream order shuffles again, and therefore leaves nothing out between epochs."""
+    """Whole batches. Only the stream order shuffles again, and therefore skips nothing between epochs."""
     files(tmp_path, 1)
     config = resolve(native(tmp_path, {"train": [{"path": str(tmp_path / "0")}], "order": order}))
     plan = build_plan(config)

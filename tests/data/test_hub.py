@@ -1,4 +1,5 @@
-"""Tokenizers from the hub: an offline machine is told at once, an online one (here a server of our own) fetches."""
+"""Tokenizers from the hub: an offline machine gets an error at once, an online one (here a server of our own)
+fetches."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def server(tmp_path):
 
 @pytest.fixture
 def closed():
-    """Where nobody listens, nor anybody else can begin to."""
+    """A port without a listener, which no other process can take."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"

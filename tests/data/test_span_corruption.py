@@ -119,7 +119,7 @@ def after(length: int, options: Corruption) -> int:
     number=st.integers(0, 10**6),
 )
 def test_a_sample_loses_nothing_that_it_has_read(sizes, options, extra, number):
-    """However its documents grow. What is left of it is empty and no target."""
+    """However its documents grow. The rest of it is empty and no target."""
     ends, width = np.cumsum(sizes), sum(sizes) + extra
     documents = [np.arange(end - size + 1, end + 1) for size, end in zip(sizes, ends)]
     made = assemble(documents, AssemblyOptions(width - 1, seed=3, eod=EOD, corruption=options), number)
@@ -130,7 +130,7 @@ def test_a_sample_loses_nothing_that_it_has_read(sizes, options, extra, number):
 
 
 def test_samples_count_what_they_should():
-    """The first documents have all of their spans, and the last one as many as there is room for."""
+    """The first documents have all of their spans, and the last one has the spans that fit."""
     corruption = Corruption(1.0, 0.2, 2.0, SENTINELS)
     options = AssemblyOptions(63, seed=3, eod=EOD, boundaries=True, corruption=corruption)
     documents = [np.array([*range(1, 30), EOD]), np.array([*range(31, 50), EOD]), np.array([*range(81, 85)])]

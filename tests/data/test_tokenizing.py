@@ -212,7 +212,7 @@ def test_refusals(tmp_path):
 
 
 def test_a_folder_of_real_files(tmp_path):
-    """What cannot be texts is skipped and named, not refused file by file."""
+    """Files that cannot be texts are skipped and named, not refused one by one."""
     folder = tmp_path / "corpus"
     (folder / ".git").mkdir(parents=True)
     contents = {".git/config.txt": b"hidden", "LICENSE": b"free", "logo.png": b"\x89PNG", "package.json": b'{"a": 1}'}
@@ -263,7 +263,7 @@ def test_any_number_of_workers(tmp_path):
 
 
 def start(command: list[str], seconds: float) -> bool:
-    """Start the command and kill it after so many seconds. Whether it was done before that."""
+    """Start the command and kill it after a number of seconds. Whether it was done before that."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         _, errors = process.communicate(timeout=seconds)
@@ -277,7 +277,7 @@ def start(command: list[str], seconds: float) -> bool:
 
 @pytest.mark.parametrize("workers, kills", [(1, 5), pytest.param(2, 20, marks=pytest.mark.slow)])
 def test_killed_at_random(tmp_path, workers, kills):
-    """kill -9 at random moments. What is there in the end is byte for byte what an undisturbed run makes."""
+    """kill -9 at random moments. The final files are byte for byte the files of an undisturbed run."""
     paths = corpus(tmp_path)
     run(job(paths, tmp_path / "whole", version=__version__))
     command = [

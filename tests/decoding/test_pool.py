@@ -17,7 +17,7 @@ ROWS = 4
 
 
 class Content:
-    """What layers would have: in each place of a page, and in each state, a hash of the text up to there."""
+    """Contents that layers would have: in each place of a page, and in each state, a hash of the text up to there."""
 
     def __init__(self, recurrent: bool) -> None:
         self.recurrent = recurrent

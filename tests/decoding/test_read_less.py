@@ -120,8 +120,8 @@ def keep_of(q: Any, keys: Any, group: RowGroup, row: int, head: int, rank: int, 
 
 
 def test_keys_of_low_rank_are_found_by_that_rank() -> None:
-    """Keys in r dimensions: r components choose as all of them do. The components are those of a singular value
-    decomposition of the centred keys."""
+    """Keys in r dimensions: r components choose as all of them do. The components equal a singular value decomposition
+    of the centred keys."""
     draw = torch.Generator().manual_seed(4)
     k_TmD = torch.randn(50, 2, 3, generator=draw, dtype=DOUBLE) @ torch.randn(3, 8, generator=draw, dtype=DOUBLE)
     moments = Moments()

@@ -1,4 +1,4 @@
-"""The experts that the decoder keeps are those of a pass over the whole text."""
+"""The decoder keeps the experts of a pass over the whole text."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def tensors() -> list[nn.Parameter]:
 
 
 def theirs(values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors apart, by names from which the package tells what they are."""
+    """The tensors apart, by names that the package recognises."""
     embedding, qkv, bias, out, experts, router, head = values
     parts = dict(zip(("wq", "wk", "wv"), qkv.split(6)))
     each = {f"mlp.{number}": expert for number, expert in enumerate(experts)}

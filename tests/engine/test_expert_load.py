@@ -74,7 +74,7 @@ def test_every_layout_reports_the_same(name: str):
 
 
 def test_a_stage_without_experts_sums_on_the_device():
-    """Its share of the sums lies where those of the other stages do: a process group has one kind of device."""
+    """Its share of the sums lies where the other stages' sums do: a process group has one kind of device."""
     config = resolve(values())
     load = ExpertLoad()
     load.use(torch.nn.Linear(2, 2), config, Mesh.single(), torch.device("meta"))

@@ -46,7 +46,7 @@ def test_what_is_not_finite_stays_so():
 
 
 def of_an_engine(precision: str) -> tuple[float, float]:
-    """The norm that a step tells, and that of its gradients in float64."""
+    """The norm that a step reports, and the norm of its gradients in float64."""
     config = resolve({
         "model": {
             "layers": "(attention/mlp) x1",

@@ -1,4 +1,4 @@
-"""Parameters that must stay in fp32 do so inside bf16 engines, and are updated like those of plain PyTorch."""
+"""Parameters that must stay in fp32 do so inside bf16 engines, and are updated as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LAYOUTS = {
 
 
 def types_and_values(engine) -> tuple[dict[str, torch.dtype], dict[str, torch.Tensor]]:
-    """Types of all parameters by name, and the whole local values of those that should be fp32."""
+    """Types of all parameters by name, and the whole local values of each that should be fp32."""
     import deepspeed
 
     parameters = list(engine.module.parameters())
@@ -51,7 +51,7 @@ def types_and_values(engine) -> tuple[dict[str, torch.dtype], dict[str, torch.Te
 
 
 def train(values: dict, ranks: int):
-    """Types before and after training; losses. What the forward pass uses of fp32 parameters; masters."""
+    """Types before and after training; losses. Values of fp32 parameters in the forward pass, and masters."""
     config, engine = runs.start(values, ranks)
     before, _ = types_and_values(engine)
     losses, norms = runs.steps(config, engine, 0, config.training.steps)

@@ -1,4 +1,4 @@
-"""What gated_delta, cca and RWKV declare as fp32 stays so inside bf16 engines, and the forward pass uses the
+"""Parameters that gated_delta, cca and RWKV declare as fp32 stay so inside bf16 engines, and the forward pass uses the
 masters.
 """
 

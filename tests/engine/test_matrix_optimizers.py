@@ -172,7 +172,7 @@ def test_adafactor_is_torchs():
 
 @pytest.mark.parametrize("size", [1.0, 1e-6, 1e-12])
 def test_adafactors_steps_do_not_depend_on_the_size_of_gradients(size):
-    """Those of a large model are small. Torch's own bounds the mean of their squares from below by 1e-7."""
+    """A large model's are small. Torch's own bounds the mean of their squares from below by 1e-7."""
     found = []
     for factor in (1.0, size):
         ours = tensors()

@@ -1,4 +1,4 @@
-"""A rank makes the process groups that it is in, and no others: counted at as many ranks as a large run has."""
+"""A rank makes the process groups that it is in, and no others: counted at the size of a large run."""
 
 from __future__ import annotations
 

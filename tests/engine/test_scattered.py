@@ -319,7 +319,7 @@ def in_few_kernels(work: Callable[..., Any], *arguments: Any) -> Any:
 
 @pytest.mark.parametrize(("name", "few"), [*((name, False) for name in PAIRS[:5]), (PAIRS[0], True), (PAIRS[2], True)])
 def test_a_rank_without_some_gradients(name: str, few: bool):
-    """Parameters that one rank does not use, in one micro-batch or in a step, count as zeros there: no sum of the step
+    """Parameters that one rank does not use, in one micro-batch or in a step, count as zeros there. No sum of the step
     before stays, and the messages keep their order. Sums of four gradients in fp32 round by less than 1e-6 of the
     largest. With micro-batches in bf16, hooks see what is summed."""
     values, ranks = values_of(name, **SMALL)

@@ -1,6 +1,6 @@
 """Every schedule of a pipeline, with each number of stages, on each family of layers, at each ZeRO stage.
 
-Losses, gradient norms, an evaluation and final weights are those of one process of plain PyTorch, and of DeepSpeed's
+Losses, gradient norms, an evaluation and final weights equal one process of plain PyTorch. They also equal DeepSpeed's
 engine where that can run (1F1B at ZeRO 0 and 1). Updates are proportional to gradients. Two replicas share the states.
 
     python -m tests.engine.test_schedule_matrix 2:dense 4:dense ... > rows.json   # the slow runs of some cases
@@ -93,7 +93,7 @@ def bits(results: list[tuple]) -> list:
 
 def compare(pipeline: int, family: str, chosen: list[Run], folder: Path) -> dict[str, Any]:
     """Train all, and compare each with one process. At ZeRO 0 and 1, schedules with the same stages have equal bits,
-    with one stage per rank those of DeepSpeed. Where stages of a rank share blocks, sums differ by rounding.
+    and with one stage per rank the bits of DeepSpeed. Where stages of a rank share blocks, sums differ by rounding.
 
     Returns:
         The row of the table.

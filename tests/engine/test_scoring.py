@@ -1,4 +1,4 @@
-"""Scores and continuations on layouts, against one process that reads each text alone, without padding."""
+"""Scores and continuations on layouts, against one process that reads each text by itself, without padding."""
 
 from __future__ import annotations
 

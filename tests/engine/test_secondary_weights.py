@@ -25,7 +25,7 @@ def values_of(stage: int, **deepspeed: Any) -> dict[str, Any]:
 
 @pytest.mark.slow  # three jobs of 8 ranks
 def test_a_step_is_that_of_zero_1_and_gathers_within_pairs():
-    """On 8 ranks: losses, norms, evaluation and weights, and the backward pass sends its weights inside pairs alone."""
+    """On 8 ranks: losses, norms, evaluation and weights, and the backward pass sends its weights only inside pairs."""
     paired = values_of(3, zero_hpz_partition_size=PAIR, stage3_max_reuse_distance=0, stage3_max_live_parameters=0)
     plain, found = (run(RANKS, runs.train, each, RANKS) for each in (values_of(1), paired))
     for one, other in zip(plain, found):

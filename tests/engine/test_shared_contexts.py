@@ -20,7 +20,7 @@ LAYERS = {str(each["model"].get("layers")): name for name, each in MATRIX["archi
 
 
 class OneProcess:
-    """What reads on without an engine."""
+    """A reader without an engine."""
 
     config: Any = None  # nobody asks here
 

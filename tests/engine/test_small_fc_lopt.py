@@ -57,7 +57,7 @@ def folder_of(tmp_path, weights: dict[str, torch.Tensor], width: int = 32, layer
 
 
 def parts(p: nn.Parameter, values: torch.Tensor) -> list[torch.Tensor]:
-    """What is a tensor to the package: each expert, and of fused matrices each."""
+    """Tensors by the package's rules: each expert, and each matrix of a fused one."""
     stack = list(values) if p.logical.stacked else [values]
     fused = list(p.logical.matrices or ()) if p.dim() > 1 else []
     return [part for each in stack for part in (each.split(fused) if fused else [each])]
@@ -130,7 +130,7 @@ def test_the_stand_in_is_the_package(tmp_path):
 
 
 def test_under_mup_it_is_mulo():
-    """Of MuLO's rates, those of matrices whose both sides grow are divided by the width. No other one is."""
+    """MuLO divides the rates of matrices whose both sides grow by the width. No other one is."""
     section = {
         **OUTSIDE,
         "layers": "(attention/mlp) x1",
@@ -271,7 +271,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch):
 
 
 def with_other_networks(folder: str) -> list[str]:
-    """On two ranks: what each is told if the second one's host has another file under the path. Then with one file."""
+    """On two ranks: the error of each if the second one's host has another file under the path. Then with one file."""
     from torch import distributed as dist
 
     rank, told = dist.get_rank(), []

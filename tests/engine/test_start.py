@@ -1,4 +1,4 @@
-"""What a rank imports until its first step is done."""
+"""Modules that a rank imports until its first step is done."""
 
 from __future__ import annotations
 

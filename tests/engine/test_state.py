@@ -80,7 +80,7 @@ def test_a_state_that_was_not_declared_is_not_lost_in_silence():
 
 
 def test_pieces_to_hash_are_looked_for_again_where_a_tensor_is_another_one(monkeypatch):
-    """Else the hash would be of memory that nobody uses any more, in which no bit flips."""
+    """Else the hash would be of memory that is no longer used, in which no bit flips."""
     weights = parameter(2, 3)
     optimizer = Averaged([weights])
     state, looks, find = engine_state(optimizer), [], replicas.named_pieces

@@ -1,4 +1,4 @@
-"""What a step sends that learns from a teacher is what the formulas say, to the byte: the teacher's forward pass, its
+"""Messages of a step that learns from a teacher follow the formulas, to the byte: the teacher's forward pass, its
 part of the loss, and the mean divergence."""
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def test_every_group_has_the_timeout(case):
 
 
 def waits(seconds: float) -> str:
-    """What rank 0 says that waits for a peer which does not come."""
+    """Report of rank 0 that waits for a peer which does not come."""
     group = new_group([0, 1], timedelta(seconds=seconds))
     store, said = dist.distributed_c10d._get_default_store(), ""
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""What a rank tells of a step: each micro-batch and each layer where they take long, and all of them together where
+"""Reports of a rank during a step: each micro-batch and each layer where they take long, and all of them together where
 they are brief."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_phases_of_a_step(found, stage, reduce, brief):
 
 
 class Listener(Beacon):
-    """Keeps what an agent would read each time that a layer was told."""
+    """Keeps the beacon that an agent would read after each report of a layer."""
 
     __slots__ = ("heard", "memory")
 

@@ -1,4 +1,4 @@
-"""What a step sends is what the formulas say, to the byte, on every layout that has one.
+"""Messages of a step follow the formulas, to the byte, on every layout that has one.
 
 A version of DeepSpeed that sends something else, or a layer that sends more than it says, fails here.
 """
@@ -145,8 +145,8 @@ def documents_of(case: Case, rank: int, step: int) -> Tensor | None:
 
 
 def comparable(own: TrafficPrediction, tally: Tally, *exact: str) -> Tally:
-    """An account of this rank without the bytes that are predicted only for all ranks together, and without calls of
-    which only a bound is predicted.
+    """An account of this rank without the bytes that are predicted only for all ranks together, and without calls that
+    have only a predicted bound.
 
     Args:
         exact: what the data decide and this prediction knows.
@@ -157,7 +157,7 @@ def comparable(own: TrafficPrediction, tally: Tally, *exact: str) -> Tally:
 
 
 def exact(own: TrafficPrediction, tally: Tally) -> list:
-    """What is predicted to the byte where documents are known."""
+    """Messages that are predicted to the byte where documents are known."""
     return comparable(own, tally, BY_DOCUMENTS).rows()
 
 
@@ -165,7 +165,7 @@ def assert_at_most(counted: Tally, most: Tally, calls: frozenset[Call], same: fr
     """No more messages and bytes of these calls than there can be. Of those in `same` as many messages.
 
     Args:
-        same: calls of which the data decide the bytes alone.
+        same: calls whose bytes depend only on the data.
     """
     given, bounds = ({call: count for call, *count in tally if call in calls} for tally in (counted, most))
     assert set(given) <= set(bounds) == calls
@@ -242,7 +242,7 @@ def test_small_buckets(bucket: int):
 
 
 def in_small_buckets(work: Callable[..., Any], values: dict, ranks: int, elements: int) -> Any:
-    """`work(values, ranks)` with buckets of so many elements where no key of the configuration says it."""
+    """`work(values, ranks)` with buckets of this number of elements where no key of the configuration says it."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     usual = DeepSpeedEngine._reduce_non_expert_gradients
@@ -312,7 +312,7 @@ def test_a_part_without_a_formula_is_named():
     [(0, "fp32", "top_k", 1), (1, "bf16", "bf16", 1), (1, "fp32", "int8_block", 2), (2, "fp32", "fp16", 1)],
 )
 def test_compressed_gradients(stage: int, precision: str, wire: str, stages: int):
-    """The bytes are those of the formulas, and the norm of the first step's gradients shows that they are averaged:
+    """The bytes follow the formulas, and the norm of the first step's gradients shows that they are averaged:
     rounding to 16 bits changes it by less than 1 %, to 8 bits in a block by at most 2 * 16 / 254. Of top_k it is less.
     """
     name, ranks = "fp32: llama on dp2, ZeRO 2, four micro-batches", 2 * stages
@@ -341,7 +341,7 @@ def test_compressed_gradients(stage: int, precision: str, wire: str, stages: int
     ],
 )
 def test_compressed_activations(axis: str, wire: str, name: str):
-    """As above: the bytes, which are fewer on that axis alone, and the norm of the first step's gradients."""
+    """As above: the bytes, which are fewer only on that axis, and the norm of the first step's gradients."""
     case = next(case for case in cases() if case.name == name)
     values = {**case.values, "parallel": {**case.values["parallel"], "communication": {"compress": {axis: wire}}}}
     predicted = [

@@ -1,6 +1,6 @@
-"""What DeepSpeed 0.19.8 and torch 2.13 do that would silently go wrong, each next to what is done about it here.
+"""Traps of DeepSpeed 0.19.8 and torch 2.13 that would silently go wrong, each next to its remedy here.
 
-A test that fails after an upgrade says that a trap is gone or has changed: then check what is built around it. Those
+A test that fails after an upgrade says that a trap is gone or has changed: then check what is built around it. Traps
 that the configuration refuses are in tests/config/broken. Exact gradient norms and losses on all layouts, which need
 several of the corrections below, are in test_layouts_*.py.
 """
@@ -52,7 +52,7 @@ def test_names_that_deepspeed_knows_are_in_its_source():
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("limit", [0.0, 0.7])
 def test_clipping_is_always_written(stage, limit):
-    """DeepSpeed clips at 1.0 where nothing is said, even to those who do not clip."""
+    """DeepSpeed clips at 1.0 by default, also in runs that do not clip."""
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 
     assert GRADIENT_CLIPPING_DEFAULT == 1.0
@@ -83,7 +83,7 @@ def test_zero_0_does_not_clip_by_the_norm_of_all_stages():
 
 
 def two_stages_of_unequal_groups() -> list[float]:
-    """Norms of a step with ZeRO 1, where the first stage alone has a group of the embedding."""
+    """Norms of a step with ZeRO 1, where only the first stage has a group of the embedding."""
     values = values_of(
         "llama",
         zero={"stage": 1, "bucket_size": 10**6},
@@ -167,7 +167,8 @@ def test_no_fp32_sums_at_zero_0():
 
 
 def initialised_type() -> tuple[bool, str, str]:
-    """Whether DeepSpeed finds fp16 here, and the types of a weight that shall be fp32: told so, and by our options."""
+    """Whether DeepSpeed finds fp16 here, and the types of a weight that must be fp32: by its own option, and by our
+    options."""
     from megatron.engine.deepspeed.process import prepare_deepspeed
 
     prepare_deepspeed(torch.device("cpu"))
@@ -185,7 +186,7 @@ def initialised_type() -> tuple[bool, str, str]:
 
 def test_zero_init_rounds_to_bf16_what_it_is_told_to_keep_in_fp32():
     """Its `dtype` is replaced on devices without fp16 (most CPUs), so that fp32 runs would be in bf16. The options are
-    heeded everywhere.
+    respected everywhere.
     """
     ((has_fp16, told, configured),) = run(1, initialised_type)
     assert told == ("torch.float32" if has_fp16 else "torch.bfloat16")
@@ -419,7 +420,7 @@ def failed_and_again(values: dict[str, Any], ranks: int) -> list[str]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 1), (1, 2), (1, 3), (2, 1)])
 def test_an_engine_with_gradients_of_a_failed_step_makes_no_other(ranks, stage, precision):
-    """They would be added to those of the next step. DeepSpeed sees that at ZeRO 2 only."""
+    """They would be added to the next step's. DeepSpeed sees that at ZeRO 2 only."""
     values = values_of("llama", parallel={"pipeline": ranks}, zero={"stage": stage}, precision={"compute": precision})
     for errors in run(ranks, failed_and_again, values, ranks):
         assert errors[0] == "no memory is left" and "build the engine again" in errors[1]

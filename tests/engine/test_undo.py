@@ -1,5 +1,5 @@
-"""What a step changes: everything that can be reached from an engine is checked before and after, also what nobody has
-put into a list."""
+"""State that a step changes: everything that can be reached from an engine is checked before and after, also state that
+is in no list."""
 
 from __future__ import annotations
 

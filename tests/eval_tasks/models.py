@@ -47,7 +47,7 @@ KINDS = {
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """A byte-level BPE of a few hundred ids, the first of which ends documents."""
+    """A byte-level BPE of a few hundred ids. The first one ends documents."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -62,7 +62,7 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def settings(kind: str, folder: Path) -> dict:
-    """The configuration of a model with as many rows in its vocabulary as the tokenizer has ids."""
+    """The configuration of a model with one row in its vocabulary per id of the tokenizer."""
     return {
         "run": {"dir": str(folder)},
         "model": {"hidden_size": 32, "vocab_size": SIZE, **KINDS[kind]},

@@ -98,7 +98,7 @@ def test_tasks_that_cannot_be_run(folder, names, options, parts):
 
 
 def test_contexts_are_cut_if_the_user_says_so(folder):
-    """As lm_eval's Hugging Face model cuts them. What is predicted must fit all the same."""
+    """As lm_eval's Hugging Face model cuts them. The predicted memory must fit all the same."""
     truncate = {"evaluation": {"truncate": True}}
     assert said(folder, "long_context,cut_generation", **truncate) == []
     assert said(folder, "examples", "--few-shot", "2", **truncate) == []

@@ -56,7 +56,7 @@ PAIRS = [
 
 
 def answers(results: dict) -> dict[str, list]:
-    """What was answered to each request, in order: the harness's own records of samples."""
+    """Answers to the requests, in order: the harness's own records of samples."""
     return {task: [sample["resps"] for sample in samples] for task, samples in results["samples"].items()}
 
 

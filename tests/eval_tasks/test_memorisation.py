@@ -1,4 +1,4 @@
-"""What a model recites: scores as transformers' greedy text gives them, on layouts, in a job that stops and
+"""Texts that a model recites: scores as transformers' greedy text gives them, on layouts, in a job that stops and
 continues."""
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ LAYOUT = ["parallel.tensor=2", "training.global_batch_size=8"]
 
 
 def extract(folder: str, ranks: int, words: list[str], overrides: list[str], part: int = 16) -> str:
-    """extract.py on this worker's ranks. What it refuses, if it does."""
+    """extract.py on this worker's ranks. Its refusal, or None."""
     import torch
 
     from megatron.checkpoint import SOLO, GroupCommunicator
@@ -140,7 +140,7 @@ def rows_of(folder: Path) -> list[dict]:
 
 
 def test_a_job_on_two_layouts_that_goes_on(trained):
-    """Places and documents are those of the run's provenance. A part that is lost is made again, and only that one."""
+    """Places and documents equal the run's provenance. A part that is lost is made again, and only that one."""
     from megatron.data.provenance import Provenance, run_config
 
     words = ["--steps", "0:8", "--context", "4", "--continuation", "3", "--all-checkpoints"]
@@ -242,7 +242,7 @@ def written(folder: Path, flags: dict[int, bool], **facts) -> Path:
 
 
 def test_precision_and_recall_by_hand(tmp_path, capsys):
-    """Over what both have: 1 is recited by both, 2 by the early one alone, 3 and 4 by the late one alone."""
+    """Over what both have: 1 is recited by both, 2 only by the early one, 3 and 4 only by the late one."""
     early = written(tmp_path / "early", {0: True, 1: True, 2: True, 3: False, 4: False, 5: False})
     late = written(tmp_path / "late", {1: True, 2: False, 3: True, 4: True, 5: False, 6: True})
     found = predict(early, late)

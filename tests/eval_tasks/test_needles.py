@@ -60,7 +60,8 @@ def test_texts_are_as_long_as_they_shall_be_and_say_the_number_once() -> None:
 
 
 def test_readers_of_known_memory() -> None:
-    """One that reads everything finds every needle. One that reads the last 300 tokens those that stand there."""
+    """One that reads everything finds every needle. One that reads the last 300 tokens finds the sentences among
+    them."""
     tokenizer, lengths, depths = BytesTokenizer(), (200, 800), (0.0, 50.0, 100.0)
     assert all(cell.found == cell.chosen == 1.0 for cell in needles(Reader(10**6), tokenizer, lengths, depths, 4))
     cells = needles(Reader(300), tokenizer, lengths, depths, 4)

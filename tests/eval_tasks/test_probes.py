@@ -1,4 +1,4 @@
-"""Losses of single texts during a run: those of a plain pass over the checkpoint, on layouts. Bad files are refused."""
+"""Losses of single texts during a run equal a plain pass over the checkpoint, on layouts. Bad files are refused."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_bad_files_are_refused_before_a_rank_starts(text, said, tmp_path):
 
 
 def test_probes_fit_the_stage_in_which_they_are_first_scored(tmp_path):
-    """One set is scored before the first update, the other one at checkpoints, of which the first is step 2's."""
+    """One set is scored before the first update, the other one at checkpoints. The first is step 2's."""
     (tmp_path / "facts.jsonl").write_text(json.dumps({"text": "a" * 13}))
     (tmp_path / "tiny.yml").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
 

@@ -134,7 +134,7 @@ def test_data_that_are_missing_are_said_before_the_first_step(tmp_path):
 
 
 def test_tasks_of_the_configuration():
-    """What evaluate.py runs without --tasks. The command line's options count."""
+    """Tasks that evaluate.py runs without --tasks. The command line's options count."""
     tasks = [TaskOptions(**each) for each in TASKS]
     given = parse([], tasks).requests
     assert given == (Request("deepy_induction", None, 4), Request("deepy_copy", None, 2), Request("deepy_cloze"))

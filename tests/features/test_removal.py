@@ -82,7 +82,7 @@ def without_lines(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory) -> dict:
-    """What the package does after these features were removed."""
+    """Results of the package after these features were removed."""
     folder = tmp_path_factory.mktemp("without")
     shutil.copytree(ROOT / "megatron", folder / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "eval_tasks").symlink_to(ROOT / "eval_tasks")

@@ -1,6 +1,6 @@
 """Random configurations over all kinds of layers and their options, random layouts, and random mistakes.
 
-All a function of a seed. What a draw gives may contradict a rule. `legal` then draws again.
+All a function of a seed. A draw may contradict a rule. `legal` then draws again.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _moe(draw: random.Random) -> dict[str, Any]:
 
 
 def _router(draw: random.Random) -> dict[str, Any]:
-    """What sinkhorn and expert_choice choose, and jitter's share of it, depend on the micro-batch: omitted."""
+    """Omitted: choices of sinkhorn and expert_choice, and jitter, which depend on the micro-batch."""
     own = {
         "score": draw.choice(["softmax", "sigmoid"]),
         "normalize": draw.random() < 0.5,

@@ -3,9 +3,9 @@
 The seed of each pair is its number, so a miss can be run again: `pytest -m ""
 "tests/fuzz/test_fuzz.py::test_pair[17]"`. How far a layout may be off follows from what rounding does to one process.
 Some models turn half a last digit of a weight into a thousandth of a gradient norm two steps later. So a miss is
-followed by runs of one process with such weights, and a layout that is off by no more than ten times as much as these,
-in each step, is not to blame. What is reported then still has a control next to it: the same configuration in one
-process with other micro-batches.
+followed by runs of one process with such weights, and a layout that is off by at most ten times their difference, in
+each step, is not to blame. A miss that is reported then still has a control: the same configuration in one process
+with other micro-batches.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_pair_with_shared_rows(seed: int, tmp_path: Path):
     "seed", [pytest.param(each, marks=[pytest.mark.slow] * (each > 0)) for each in range(COMPILED)]
 )
 def test_pair_compiled(seed: int):
-    """What is compiled of the layers computes what they compute as they are, on layouts of all sorts."""
+    """Compiled parts of layers compute the same as plain ones, on layouts of all sorts."""
     draw, values = random.Random(6000 + seed), configuration(6000 + seed)
     cut, ranks = draw.choice([layout, folded_layout, sequence_layout])(draw, values)
     own = merged(merged(values, cut), {"training": {"compile": "layer"}})
@@ -126,7 +126,7 @@ def check(values: dict[str, Any], first_layout: Cut, second_layout: Cut, between
 
 
 def like_one_process(values: dict[str, Any], losses: list[float], norms: list[float], told: str) -> None:
-    """Losses and gradient norms of a run's first steps are those of one process, but for rounding."""
+    """Losses and gradient norms of a run's first steps equal one process, but for rounding."""
     one, exact = runs.plainly(values), runs.plainly(values, exact=True)
     near = worst(losses, one.losses) < LOSS + 10 * worst(one.losses, exact.losses)
     near &= worst(norms, one.norms) < NORM + 10 * worst(one.norms, exact.norms)

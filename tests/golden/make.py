@@ -66,7 +66,7 @@ def tensors(values: dict[str, Any]) -> list[list[Any]]:
 
 
 def _given(found: Any) -> dict[str, Any]:
-    """What the user said, without the files it came from."""
+    """Values of the user, without their files."""
     values = thaw(found.config.model_dump())
     given: dict[str, Any] = {}
     for path, _ in leaves(values):

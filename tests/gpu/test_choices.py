@@ -1,4 +1,4 @@
-"""What is asked for by name gives what is chosen otherwise: FlashAttention's kernels, CUDA graphs, 8-bit products."""
+"""A choice by name gives the results of the default: FlashAttention's kernels, CUDA graphs, 8-bit products."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def settings(name: str, kernels: str, documents: bool, length: int = 192) -> Con
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_kernels_are_as_near_as_torch(name: str, documents: bool) -> None:
-    """What they keep between chunks in 16 bits, torch keeps in 32: so twice its distance, and as much again."""
+    """They keep 16 bits between chunks, and torch 32: so twice its distance, and the same again."""
     if not installed("fla"):
         pytest.skip("needs flash-linear-attention")
     wanted = computed(settings(name, "torch", documents), "cpu", DOUBLE)

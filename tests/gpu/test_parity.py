@@ -105,7 +105,7 @@ def test_bf16_is_as_near_as_on_the_cpu(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", MATRIX["architectures"])
 def test_a_run_starts_from_the_same_weights(architecture: str) -> None:
-    """Draws are integers of a key. What is made of them may differ in the last place."""
+    """Draws are integers of a key. Their results may differ in the last place."""
     config = settings(architecture)
     there, here = (build_model(config, device=device).state_dict() for device in ("cuda", "cpu"))
     for name, value in here.items():

@@ -1,4 +1,4 @@
-"""Ranks that really talk to each other: all-reduce in a loop, stop together when any of them is told to, "save", end.
+"""Ranks that really exchange messages: all-reduce in a loop, stop together when any of them gets a signal, "save", end.
 
 argv: `steps N` ends by itself. `loop` runs until a signal. Every rank leaves notes named after it.
 """

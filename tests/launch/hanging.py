@@ -22,7 +22,7 @@ def shares_memory(process: int | str) -> bool:
 
 
 class Hang(Hook):
-    """From step `step` on, rank `rank` does what `kind` says. It hangs in its first attempt alone.
+    """From step `step` on, rank `rank` does what `kind` says. It hangs only in its first attempt.
 
     Args:
         size: elements of the smallest message.

@@ -94,7 +94,7 @@ class HostJob:
         return json.loads(self.wait_for(self.notes / name).read_text())
 
     def up(self, ranks: int) -> list[dict]:
-        """What the ranks note when they have met."""
+        """Notes of the ranks when they have met."""
         return [self.note(f"up.{rank}") for rank in range(ranks)]
 
     def saved(self, ranks: int) -> list[str]:
@@ -124,7 +124,7 @@ class HostJob:
         return self.process.returncode, out, error
 
     def nothing_left(self, *hosts: str, within: float = 200.0) -> bool:
-        """Whether no process of ours is, soon, on the given hosts (by default those that live)."""
+        """Whether no process of ours is, soon, on the given hosts (by default the living ones)."""
         names = hosts or tuple(self.cluster.inits)
         end = time.monotonic() + within
         while left := [line for name in names for line in self.cluster.processes(name, *OURS)]:

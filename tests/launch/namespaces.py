@@ -120,7 +120,7 @@ class Cluster:
         (self.folder / "known_hosts").write_text("\n".join(known) + "\n")
 
     def _files(self, name: str) -> None:
-        """What the host has of /etc for itself."""
+        """Files of /etc that the host has for itself."""
         etc = self.folder / f"etc-{name}"
         (etc / "ssh").mkdir(parents=True)
         others = "".join(f"{self.addresses[other]} {other}\n" for other in self.all if other != name)

@@ -1,4 +1,4 @@
-"""Ranks that run a program of collectives in memory, until nobody can continue: what really holds them up is known."""
+"""Ranks that run a program of collectives in memory, until no rank can continue: the true cause is known."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Scene:
     """A fault in a run.
 
     Attributes:
-        told: what an agent would tell of each rank.
-        guilty: the ranks of which one must be named, and no others.
+        told: the report of an agent for each rank.
+        guilty: the ranks at fault. One must be named, and no others.
     """
 
     kind: str
@@ -114,8 +114,8 @@ def _inject(draw, kind, members, guilty, step, groups, hosts) -> tuple[set[int],
 
 
 def _run(members: list[Member], groups: dict[str, list[int]], cut: set[int]) -> None:
-    """Until nobody can continue. Members meet in the n-th call of a group. What does not agree, or would have to cross
-    a cut cable (from the second step on), never ends."""
+    """Until no rank can continue. Members meet in the n-th call of a group. Calls that do not agree, or would have to
+    cross a cut cable (from the second step on), never end."""
     moved = True
     while moved:
         moved = False

@@ -1,4 +1,5 @@
-"""Real launchers, agents and ranks on this machine: what ranks are given, who is told what, and what is left behind."""
+"""Real launchers, agents and ranks on this machine: the environment of ranks, the messages to each, and the files that
+remain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each runner would start, as data: golden commands, and nothing that grows over the system's limits."""
+"""Commands of each runner, as data: golden commands, and nothing that grows over the system's limits."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_runners_whose_agents_call_are_refused(monkeypatch, tmp_path, runner):
 @pytest.mark.hosts
 @pytest.mark.skipif(not own_network(), reason="needs root, for network namespaces")
 def test_a_run_names_the_host_whose_network_is_slow(tmp_path: Path):
-    """Three hosts made of namespaces. What is sent to the second comes with 20 Mbit/s. The run continues all the
+    """Three hosts made of namespaces. The second receives 20 Mbit/s. The run continues all the
     same."""
     words = [str(ROOT / "configs/test/tiny_neox.yml"), "training.steps=4", "training.global_batch_size=12"]
     words += ["schedule.warmup_steps=1", "launch.device=cpu", *COMPARE]

@@ -1,4 +1,4 @@
-"""Agents in containers: what each tool is told, and a run through a program that stands in for Apptainer."""
+"""Agents in containers: the options of each tool, and a run through a program that stands in for Apptainer."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ EXPECTED = {  # what each fault is called
 
 
 def named(seed: int, kind: str) -> tuple[bool, str]:
-    """Whether the sentence blames the guilty and nobody else."""
+    """Whether the sentence blames only the guilty."""
     found = scene(seed, kind)
     said = diagnose([rank_of(each, found.hosts[each["rank"]]) for each in found.told])
     right = bool(said.culprits) and set(said.culprits) <= found.guilty and said.late and said.kind in EXPECTED[kind]
@@ -36,7 +36,7 @@ def test_the_culprit_is_named(kind):
 
 
 def rank(number: int, *, host: str = "node1", inside: dict | None = None, **more) -> dict:
-    """What an agent tells of a rank. `inside` has what it calls in a group of ranks 0-3."""
+    """Report of an agent about a rank. `inside` has what it calls in a group of ranks 0-3."""
     call = {"key": "d", "name": "the data group", "members": "0-3", "operation": "all_reduce", "elements": 8}
     call |= {"number": 1233, "peer": -1, "new": False, "inside": inside is not None, "age": 312.0, **(inside or {})}
     place = {"rank": number, "pid": 1, "state": "waiting", "step": 7, "phase": "reduce", "age": 320.0, "limit": 180.0}
@@ -114,7 +114,7 @@ def test_messages_between_two_ranks():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_have_ended_are_compared_by_their_last_calls(kind):
-    """Where shapes differ, gloo ends ranks. Nobody is accused where all have called the same."""
+    """Where shapes differ, gloo ends ranks. No rank is accused where all have called the same."""
     ended = [scene(seed, kind) for seed in range(40)]
     told = [(disagreement([rank_of(each, "node1") for each in run.told]), run.guilty) for run in ended]
     accused = [(said, guilty) for said, guilty in told if said is not None]

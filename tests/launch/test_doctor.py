@@ -153,7 +153,7 @@ def test_facts_and_speeds_are_of_all_devices_of_a_host(tmp_path, monkeypatch):
 
 
 def test_the_speed_of_a_host_is_that_of_its_slowest_device(tmp_path, monkeypatch):
-    """Three pretended devices, of which the last multiplies and the second copies slowest."""
+    """Three pretended devices. The last multiplies slowest, and the second copies slowest."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -215,7 +215,7 @@ def test_a_slow_host_is_named_beside_the_others_rate():
 @pytest.mark.hosts
 @pytest.mark.skipif(not own_network(), reason="needs root, for network namespaces")
 def test_a_slow_network_between_real_hosts_is_named(tmp_path, monkeypatch):
-    """Three hosts made of namespaces. What is sent to the second comes with 20 Mbit/s."""
+    """Three hosts made of namespaces. The second receives 20 Mbit/s."""
     monkeypatch.chdir(tmp_path)
     with TrialHosts(3) as hosts:
         choice = RunnerChoice("trial", tuple(Host(name, (0,)) for name in hosts.names), "a test")

@@ -53,7 +53,7 @@ def process(folder: Path, rank: int) -> int:
 
 
 def test_a_stopped_rank_is_named_on_request_and_by_itself_and_the_run_goes_on(tmp_path, capsys):
-    """Ranks without torch that tell where they are: the whole way from a beacon to a restart."""
+    """Ranks without torch that report their place: the whole way from a beacon to a restart."""
     limits = ("watch.step=6", "watch.setup=6", "launch.restarts=1", "launch.restart_delay=0")
     job = Job(tmp_path, "hanger", overrides=limits)
     folder = tmp_path / "runs" / "launched"
@@ -177,7 +177,7 @@ def test_a_run_that_only_pauses_is_reported_and_not_ended(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("recompute", "said"), [("none", "forward"), ("full", "backward")])
 def test_a_rank_that_hangs_in_a_layer_is_named_with_the_layer(tmp_path, recompute, said):
-    """Layers that take long, of which one loops in the third micro-batch: in its forward pass, or while the backward
+    """Layers that take long. One loops in the third micro-batch: in its forward pass, or while the backward
     pass computes it again."""
     at = 3 if recompute == "none" else 6
     words = ("training.steps=20", "launch.restarts=0", "watch.hang=stop", "zero.stage=0", "training.micro_batch_size=4")
@@ -241,8 +241,8 @@ def hung(kind: str, seed: int, folder: Path, *, shared: bool) -> Hung:
 
 
 def cut_off(draw: random.Random, folder: Path, ranks: int, *words: str) -> tuple[str, str, int, bool]:
-    """Pull the cable of one of two or three hosts of so many ranks: its name, what was said, the launcher's status,
-    whether ranks shared memory. No rank is at fault."""
+    """Pull the cable of one of two or three hosts: its name, the messages, the launcher's status, whether ranks shared
+    memory. No rank is at fault."""
     with TrialHosts(draw.choice((2, 3))) as hosts:
         folder.mkdir()
         (folder / "hosts").write_text(hosts.hostfile(ranks))

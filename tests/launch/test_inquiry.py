@@ -1,4 +1,4 @@
-"""--status and --stacks of a run that cannot answer. Those that can are in test_hangs.py."""
+"""--status and --stacks of a run that cannot answer. The others are in test_hangs.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.paths import ROOT
 
 
 def note(folder: Path, **changes: object) -> str:
-    """What a launcher leaves in the run's folder. The name of its socket."""
+    """Files that a launcher leaves in the run's folder. The name of its socket."""
     name = f"deepy-{secrets.token_hex(16)}"
     told = {"host": socket.gethostname(), "process": 1, "socket": name, "started": time.time(), **changes}
     (folder / FILE).write_text(json.dumps(told))
@@ -137,7 +137,7 @@ def test_bytes_that_are_no_text_are_shown_as_such(tmp_path):
 
 
 def test_the_launchers_end_answers_what_it_knows_and_nothing_else(tmp_path):
-    """Strange questions get no answer, and hold nobody up."""
+    """Strange questions get no answer, and delay no other."""
     ranks = [Rank(0, "node1", 7, "running", 3, "forward")]
     job = SimpleNamespace(world_size=1, hosts=["node1"], attempt=2)
     watch = SimpleNamespace(ask=lambda stacks, then: then(ranks), launcher=SimpleNamespace(job=job))

@@ -35,7 +35,7 @@ def override(key: str, value: str) -> str:
 
 
 def ran(place, text: str) -> list[str]:
-    """What the script started, with stubs in the place of python and the schedulers' programs."""
+    """Commands that the script started, with stubs in the place of python and the schedulers' programs."""
     stubs = place / "stubs"
     stubs.mkdir()
     for name in ("python-stub", "scontrol", "srun"):

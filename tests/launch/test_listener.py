@@ -76,7 +76,7 @@ def test_an_agent_with_another_secret_is_not(listener, tmp_path):
 
 
 def test_a_launcher_without_the_secret_is_not_obeyed(listener, tmp_path):
-    """Somebody else listens on the launcher's port: he must not be able to tell an agent what to run."""
+    """Somebody else listens on the launcher's port: it must not be able to give an agent a command."""
     credentials = listener.credentials()
     listener.secret = "0" * 64
     with pytest.raises(ConnectionError):

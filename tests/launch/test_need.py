@@ -49,7 +49,7 @@ def test_nothing_is_said_of_a_device_that_nobody_knows(plan, monkeypatch, capsys
 
 
 def test_no_process_is_started_where_rank_0_says_it(plan, monkeypatch):
-    """On CPUs, for scripts that do not train, and for those who do not ask."""
+    """On CPUs, for scripts that do not train, and where it is not set."""
     monkeypatch.setattr(need, "_said", lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr(devices, "name_of_first", lambda environment: None)
     assert tell_need(plan) is plan

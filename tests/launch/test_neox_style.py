@@ -72,7 +72,7 @@ def deepy(folder, *words: str) -> subprocess.CompletedProcess:
 
 
 def test_the_command(tmp_path):
-    """With the folder before or after the script. What is wrong ends with status 2 and says what to do."""
+    """With the folder before or after the script. Mistakes end with status 2 and a fix."""
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "tiny.yml").write_text(f"extends: {ROOT / 'configs' / 'test' / 'tiny_neox.yml'}\n")
     (tmp_path / "conf" / "more.yml").write_text("training: {steps: 77}\n")

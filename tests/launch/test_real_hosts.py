@@ -1,7 +1,7 @@
 """Several hosts for real: namespaces with their own sshd, and every way of starting ranks on them.
 
 Only as root with the programs in place (tests/launch/debian-packages, which .ci/run installs). Skipped with the reason
-elsewhere. The ranks of these tests only talk to each other; tests/launch/test_real_training.py trains.
+elsewhere. The ranks of these tests only exchange messages. In tests/launch/test_real_training.py they train.
 """
 
 from __future__ import annotations

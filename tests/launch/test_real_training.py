@@ -43,7 +43,7 @@ def hosts(folder: Path, number: int, slots: int) -> None:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """ranks -> the losses of so many here, in pairs of tensor parallel ones."""
+    """ranks -> their losses here, in pairs of tensor parallel ones."""
 
     @cache
     def of(ranks: int) -> dict[int, float]:

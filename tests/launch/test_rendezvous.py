@@ -1,4 +1,4 @@
-"""Where ranks meet: on one address, on a port that nobody else was given in between."""
+"""Where ranks meet: on one address, on a port that no other process got in between."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_without_a_launcher_it_listens_on_the_address_that_others_call():
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.7", "no-such-host.invalid"])
 def test_an_address_that_others_see_otherwise_is_all_addresses(address):
-    """A name that is loopback here alone, an address that a router translates."""
+    """A name that is loopback only here, an address that a router translates."""
     with listen_on(address, one_host=False) as made:
         assert made.getsockname()[0] == "0.0.0.0"
 

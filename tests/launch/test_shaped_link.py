@@ -22,7 +22,7 @@ TINY = str(ROOT / "configs/test/tiny_neox.yml")
 
 @pytest.fixture(scope="module")
 def slow_link(cluster):
-    """The shared hosts, each of which sends 100 Mbit/s at most while this file's tests run."""
+    """The shared hosts. Each sends 100 Mbit/s at most while this file's tests run."""
     if reason := why_not("tc"):
         pytest.skip(reason)
     shaped = [cluster.run(name, ["tc", "qdisc", "add", "dev", "eth0", "root", *LINK]) for name in cluster.names]

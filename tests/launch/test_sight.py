@@ -1,4 +1,4 @@
-"""What an agent sees of a rank: how long it may stay in a phase, and what it called last."""
+"""State of a rank as an agent reads it: how long it may stay in a phase, and what it called last."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_phase_may_take_a_multiple_of_what_it_took_and_at_least_its_own_limit(
 
 
 def test_the_first_two_steps_teach_nothing():
-    """What a rank tells as the longest stay in a phase is what its later steps took."""
+    """The longest stay in a phase that a rank reports is the time of its later steps."""
     memory = mmap.mmap(-1, SIZE)
     beacon, longest = Beacon(memory), []
     for step, seconds in enumerate((0.2, 0.2, 0.02, 0.05, 0.01, 0.01)):

@@ -16,7 +16,7 @@ from tests.paths import ROOT
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen]]:
-    """Starts a run that does not end by itself. What a test that failed has left is killed."""
+    """Starts a run that does not end by itself. Processes of a failed test are killed."""
     started: list[subprocess.Popen] = []
 
     def begin(folder: Path, *before: str) -> subprocess.Popen:

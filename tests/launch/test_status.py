@@ -1,4 +1,4 @@
-"""Which of many bad ends is told, and with which exit status."""
+"""Which of many bad ends is reported, and with which exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the launcher. The first argument says what. Events go to files named by rank."""
+"""Ranks in the tests of the launcher. The first argument says what. Events go to files named by rank."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def exits() -> None:
 
 
 def hanger() -> None:
-    """Tells where it is. In the first attempt rank 1 is stopped in its third step, and rank 0 waits for it."""
+    """Reports its place. In the first attempt rank 1 is stopped in its third step, and rank 0 waits for it."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from megatron.worker.beacon import FORWARD, REDUCE, Beacon
 

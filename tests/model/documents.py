@@ -12,7 +12,7 @@ LENGTHS = [(5, 12, 7), (1, 2, 21)]  # of the documents in each of two samples of
 
 
 def check_documents(model: Model, tokens: torch.Tensor, labels: torch.Tensor) -> None:
-    """Loss and gradients of packed documents are those of each document alone, and not those of one long document.
+    """Loss and gradients of packed documents equal the separate documents, and differ from one long document.
 
     Args:
         tokens, labels: [2, 24].

@@ -28,7 +28,7 @@ LLAMA_LIKE = {**TINY, "num_key_value_heads": 2, "intermediate_size": 40}
 
 
 def randomise(module: torch.nn.Module, seed: int, std: float = 0.15) -> None:
-    """Every parameter, those that start at 0 or 1 included: otherwise a comparison is blind to them.
+    """Every parameter, also where it starts at 0 or 1: otherwise a comparison is blind to them.
 
     Args:
         std: of matrices.
@@ -62,7 +62,7 @@ def named(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def own_part(whole: torch.Tensor, spans: Spans) -> torch.Tensor:
-    """What a rank with these spans (of each dimension) has of a whole tensor."""
+    """The part of a whole tensor of a rank with these spans (of each dimension)."""
     for dim, runs in enumerate(spans):
         whole = torch.cat([whole.narrow(dim, each.start, each.length) for each in runs], dim)
     return whole

@@ -1,7 +1,7 @@
 """A program: has inductor make the kernels of small models for a GPU that is not there, and prints how many, as JSON.
 
-Traces, passes, loops and their fusion are inductor's own for an H100. What would need the GPU, or Triton, is the text
-of the kernels, which is not written. The compiled functions give results without values.
+Traces, passes, loops and their fusion are inductor's own for an H100. Only the text of the kernels would need the GPU,
+or Triton, and it is not written. The compiled functions give results without values.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ VARIANTS = {
 
 @dataclass
 class Found:
-    """What inductor makes of the blocks of a model: of each kind of block once, forward and backward.
+    """Kernels that inductor makes of the blocks of a model: of each kind of block once, forward and backward.
 
     Attributes:
         extent: how much of the blocks is compiled, as `choose_compilation` says.
@@ -89,7 +89,7 @@ class Found:
 
 
 def pretend_a_gpu() -> None:
-    """Tell inductor what it asks a GPU, and torch what a build without CUDA does not know."""
+    """Answer inductor's questions to a GPU, and give torch the facts that a build without CUDA lacks."""
     engine = torch.autograd.grad
     let_torch_handle_cuda_tensors()
 
@@ -112,7 +112,7 @@ def pretend_a_gpu() -> None:
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, attn_mask: Tensor | None, **_: Any) -> Tensor:
-    """What torch takes on a GPU. One built without CUDA would write attention out."""
+    """The choice of torch on a GPU. One built without CUDA would write attention out."""
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))

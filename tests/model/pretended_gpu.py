@@ -99,7 +99,7 @@ def _edges_into(begin: Iterable[Node], ends: set[Node]) -> Counter[Node]:
 
 
 def _run(node: Node, gradients: list[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of a node's differentiable inputs, from those of its outputs."""
+    """The gradients of a node's differentiable inputs, from the gradients of its outputs."""
     if hasattr(node, "needs_input_grad"):  # a torch.autograd.Function
         given = [
             torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if each is None else each

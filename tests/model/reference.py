@@ -213,8 +213,8 @@ class Reference:
 
 
 def slope(head: int, heads: int) -> float:
-    """Press et al. 2021: for n heads, a power of two, 2^(-8/n) is both start and ratio. Else those of the power of two
-    below, then every other one of twice that."""
+    """Press et al. 2021: for n heads, a power of two, 2^(-8/n) is both start and ratio. Else the slopes of the power of
+    two below, then every other one of twice that."""
     if heads & (heads - 1) == 0:
         return (2 ** (-8 / heads)) ** (head + 1)
     below = 2 ** (heads.bit_length() - 1)

@@ -42,7 +42,7 @@ NAMES = [
 
 
 def model_of(name: str, chunks: int, length: int = S, dtype: torch.dtype = DOUBLE, ranks: int = 1, **more) -> Model:
-    """With parameters off their initial values, of which some are zero and hide what is behind them.
+    """With parameters off their initial values. Some are zero at first and hide the values behind them.
 
     Args:
         ranks: that share the sequence. The process is one of them.
@@ -67,7 +67,7 @@ def numbers(
     name: str, chunks: int, documents: bool, length: int = S, ranks: int = 1, **more
 ) -> dict[str, torch.Tensor]:
     """Loss, cross-entropies and gradients of one sample more than a sample, with weights of labels. Where ranks share
-    sequences, of this rank's tokens, so that the means over the ranks are those of all.
+    sequences, of this rank's tokens, so that the means over the ranks are the means of all.
     """
     model = model_of(
         name,
@@ -110,7 +110,7 @@ SHARED = ["gpt2", "deepseek_v2", "falcon_h1", "gated_delta", "jamba", "rwkv4", "
 
 @pytest.mark.parametrize("name", SHARED)
 def test_ranks_that_share_chunks_change_no_number(name: str):
-    """Float64. Dropout, documents that end within chunks, at their ends and at those of a rank's part."""
+    """Float64. Dropout, documents that end within chunks, at their ends and at the ends of a rank's part."""
     name, ranks = f"test/tiny_{name}", 2
     wanted = numbers(name, 1, True)
     found = run(ranks, numbers, name, 3, True, S, ranks)

@@ -1,4 +1,5 @@
-"""Compiled blocks compute what plain ones do, alone and where they run again. What cannot be compiled says why."""
+"""Compiled blocks compute the same as plain ones, once and where they run again. A block that cannot be compiled has a
+reason."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ ALWAYS = {
 
 
 def cases(among: dict[str, dict]) -> list:
-    """All models with all of these. What is not in ALWAYS is slow."""
+    """All models with all of these. Cases that are not in ALWAYS are slow."""
     return [
         pytest.param(name, each, marks=() if each in ALWAYS.get(name, ()) else pytest.mark.slow)
         for name in MODELS

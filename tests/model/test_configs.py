@@ -270,7 +270,7 @@ THEIRS["falcon_h1/0.5b"] = hf.FalconH1Config(
 
 
 def files(folder: str = "*") -> list[str]:
-    """Names of the configurations that are whole models: those that no other file extends."""
+    """Names of the configurations that are whole models: no other file extends them."""
     bases = set()
     paths = sorted(path for path in CONFIGS.glob(f"{folder}/*.yml"))
     for path in CONFIGS.glob("*/*.yml"):

@@ -1,5 +1,5 @@
-"""CUDA graphs of blocks: what inductor is told, and gradients that outlive the memory of a graph. `test_kernel_counts`
-has inductor judge blocks."""
+"""CUDA graphs of blocks: the options of inductor, and gradients that outlive the memory of a graph.
+`test_kernel_counts` has inductor judge blocks."""
 
 from __future__ import annotations
 

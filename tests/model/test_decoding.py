@@ -78,7 +78,7 @@ KEPT = {**WITH_STATES, **{f"rwkv, {name}": values for name, values in RWKV.items
 
 @pytest.mark.parametrize(("precision", "name"), covering(["fp32", "bf16"], KEPT))
 def test_bytes_of_decoding_states(name: str, precision: str):
-    """What recurrences carry is fp32 in every precision, and is counted so."""
+    """The states of recurrences are fp32 in every precision, and are counted so."""
     model = {"hidden_size": 24, "vocab_size": 37, "norm": {"type": "rmsnorm"}, **KEPT[name]}
     config = resolve({"model": model, "precision": precision, "training": {"steps": 1, "sequence_length": 12}})
     model = build_model(config, dtype=torch.float32 if precision == "fp32" else torch.bfloat16).eval()

@@ -277,7 +277,7 @@ def test_zaya_attention(heads: int, kv_heads: int, bias: bool, taps: tuple[int, 
 
 
 def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None):
-    """What flash-linear-attention documents of its function: all [1 or B, T, heads, ...], as many heads of all."""
+    """The contract of flash-linear-attention's function: all [1 or B, T, heads, ...], with the same number of heads."""
     assert (
         use_qk_l2norm_in_kernel
         and q.shape[2] == v.shape[2]

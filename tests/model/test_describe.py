@@ -153,7 +153,7 @@ def test_kept_activations_of_a_block(name: str):
     ["plain", "dropout", "tied", "channel scales", "embedding norm and multiplier", "head multiplier, bias, softcap"],
 )
 def test_kept_activations_of_the_ends(name: str):
-    """What the layers count is all there is, but for what they share."""
+    """The layers' counts add up to the model, but for shared parts."""
     config = config_of(name)
     ends = sum(layer.saved for layer in layers(config))
     assert kept_bytes(config) == pytest.approx(ends * B * S * 4, abs=SHARED)

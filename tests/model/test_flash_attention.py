@@ -1,4 +1,4 @@
-"""FlashAttention 3: which GPUs and hosts may use it, and what torch is then told."""
+"""FlashAttention 3: which GPUs and hosts may use it, and torch's setting then."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.model.kernels.choice import describe_flash_attention, use_flash_at
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A GPU of Hopper, and what torch was told to use."""
+    """A GPU of Hopper, and the backend that torch was set to."""
     told: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -32,7 +32,7 @@ def config_of(streams: int, **residual):
 
 @pytest.mark.parametrize("last", [False, True])
 def test_equals_transformers(last: bool):
-    """What is read, the weights and the rows afterwards, and all gradients."""
+    """The input of the layer, the weights and the rows afterwards, and all gradients."""
     theirs_config = hf.DeepseekV4Config(hidden_size=H, hc_mult=ROWS, hc_sinkhorn_iters=7, rms_norm_eps=1e-3)
     theirs = (DeepseekV4HyperHead if last else DeepseekV4HyperConnection)(theirs_config).double()
     randomise(theirs, 3, std=0.3)

@@ -1,4 +1,5 @@
-"""What torch.compile makes of blocks for a GPU, shown without one: whole graphs on the device, and how many kernels."""
+"""Kernels that torch.compile makes of blocks for a GPU, shown without one: whole graphs on the device, and how many
+kernels."""
 
 from __future__ import annotations
 

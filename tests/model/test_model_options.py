@@ -184,7 +184,7 @@ def test_equals_the_formulas(name: str):
     ],
 )
 def test_documents_are_apart(name: str):
-    """Packed documents compute what each computes alone: no attention across, positions from 0."""
+    """Packed documents compute the same as separate ones: no attention across, positions from 0."""
     documents = torch.tensor([[0] * 5 + [1] * 1 + [2] * 6, [0] * 12])
     positions = torch.tensor([[*range(5), 0, *range(6)], [*range(12)]])
     config = resolve({

@@ -123,7 +123,8 @@ def test_every_kind_starts_as_the_base_model_scaled():
     "scheme", ["normal", "scaled_normal", "small_init", "wang_init", "xavier_normal", "fan_in_uniform", "orthogonal"]
 )
 def test_schemes_follow_from_the_base(scheme):
-    """Whatever the scheme, the base model's numbers are divided by the root of the width, and those of a head kept."""
+    """Whatever the scheme, the base model's numbers are divided by the root of the width, and a head's numbers are
+    kept."""
     init = {"hidden": scheme, "output": scheme, "embedding": scheme, "head": "normal"}
     small = {**DENSE, "vocab_size": 512, "init": init}
     wide, base = starts(256, small, type="mup"), starts(64, small, type="standard", base_width=None)

@@ -1,4 +1,4 @@
-"""Logits and gradients of random tiny models equal those of transformers, in float64."""
+"""Logits and gradients of random tiny models equal transformers' own, in float64."""
 
 from __future__ import annotations
 

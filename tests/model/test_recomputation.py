@@ -65,7 +65,7 @@ def test_gradients_are_equal_bit_by_bit(name: str, mode: str, every: int, docume
 
 
 class Allocations(TorchDispatchMode):
-    """The storages that operations made and that still exist, those of parameters omitted."""
+    """The storages that operations made and that still exist, without the storages of parameters."""
 
     def __init__(self, parameters):
         super().__init__()
@@ -124,7 +124,8 @@ def test_less_is_kept(name: str):
 
 
 def test_what_is_kept_as_a_whole_shifts_nothing_that_follows():
-    """torch tells results of an operation apart by how often it ran. A repetition runs none of what is kept whole."""
+    """torch identifies results of an operation by the number of its calls. A repetition runs none of what is kept
+    whole."""
     first, second, third = (torch.randn(2, 3, 3, dtype=DOUBLE, requires_grad=True) for _ in range(3))
 
     def layer(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

@@ -200,7 +200,7 @@ def test_decoding_and_counts(layers: str):
 
 
 def test_flops_of_steps_are_those_of_their_passes():
-    """What torch counts of a forward and a backward pass, for steps of different depths."""
+    """FLOPs by torch's count of a forward and a backward pass, for steps of different depths."""
     model, both = built(attention={"heads": HEADS}), some_tokens()
     config, tokens = model.plan.config, both[:, :-1]
     for step in (0, 1, 2, 3):

@@ -1,4 +1,4 @@
-"""Mixers that read the same: their outputs are summed, whatever they are, and each is what it is alone."""
+"""Mixers that read the same: their outputs are summed, whatever they are, and each computes the same as by itself."""
 
 from __future__ import annotations
 

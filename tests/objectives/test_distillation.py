@@ -243,7 +243,7 @@ def test_plan_and_rehearsal_know_the_teachers_memory(teacher):
 
 
 def _teachers_weights(config: Config) -> list[Tensor]:
-    """Those of rank 0, on the meta device."""
+    """The names of rank 0, on the meta device."""
     mesh = Mesh.describe(Layout.of(config, 4), 0)
     own = resolve({"model": TEACHER, "training": TRAINING, "precision": {"compute": "bf16"}, **OWN})
     return list(build_model(own, mesh, "meta").parameters())

@@ -34,7 +34,7 @@ def dropped(window: list[int], k: int) -> bool:
 
 
 def kept(goldfish: Goldfish, *documents: np.ndarray) -> list[bool]:
-    """Whether each token of documents, back to back, counts as a label. Nobody predicts the first one."""
+    """Whether each token of documents, back to back, counts as a label. The first one is never predicted."""
     begins = np.concatenate([np.arange(len(each)) == 0 for each in documents])
     return [True, *(goldfish.weights(np.concatenate(documents), begins) == 1.0).tolist()]
 
@@ -108,7 +108,8 @@ OBJECTIVE = {"type": "goldfish", "k": 2, "h": 4}
 
 
 def masks(tmp_path, ranks: int = 1, data: dict | None = None, **objective) -> dict[tuple[int, int], list]:
-    """What the run's loaders give each token of the file: by (document, place), labels' weights over two epochs."""
+    """Weights that the run's loaders give each token of the file: by (document, place), labels' weights over two
+    epochs."""
     config = configuration(
         {"train": [{"path": str(tmp_path / "text")}], "order": "stream", **(data or {})},
         ranks=ranks,
@@ -160,7 +161,7 @@ def test_other_masks_are_heard_too(tmp_path, text):
 
 
 def test_validation_and_reordered_documents(tmp_path, text):
-    """Validation leaves nothing out. Infilled documents are read as they are then, without what stood before them."""
+    """Validation skips nothing. Infilled documents are read as they are then, without what stood before them."""
     source = [{"path": str(tmp_path / "text")}]
     config = configuration(
         {"train": source, "validation": {"held": source}, "order": "sequential"},

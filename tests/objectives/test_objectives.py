@@ -1,4 +1,4 @@
-"""What an objective says of labels reaches the batch, next to what the data say. What is no objective is refused."""
+"""An objective's weights of labels reach the batch, and so do the data's. Other names are refused."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_every_operation_of_two_ranks():
 
 
 def test_every_method_of_a_group_that_moves_data_is_known():
-    """A torch with a new one would have calls that nobody counts."""
+    """A torch with a new one would have calls that are not counted."""
     others = {
         "size", "rank", "name", "boxed", "unbox", "abort", "shutdown", "set_timeout", "split_group", "group_name",
         "group_desc", "bound_device_id", "get_group_store", "merge_remote_group", "monitored_barrier", "BackendType",

@@ -1,4 +1,4 @@
-"""Products that overlap with messages of tensor parallel ranks equal those of one rank, with the same account.
+"""Products that overlap with messages of tensor parallel ranks equal one rank's, with the same account.
 
 `symmetric`: as on GPUs, with what torch itself computes in place of its kernels where tensors have no values.
 """

@@ -119,7 +119,7 @@ def exact(size: int, turn: int) -> torch.Tensor:
 
 
 def test_sums_are_the_same_on_all_ranks_and_near(told):
-    """Off by what each rank's rounding and that of the sum allow; top_k omits by design (next test)."""
+    """Off by the roundings of each rank and of the sum. top_k omits by design (next test)."""
     for wire in FORMS:
         for at, size in enumerate(SIZES):
             first = told[0][wire, 0][at]
@@ -170,8 +170,8 @@ def test_an_overflow_is_seen_and_forgotten(told):
 
 @pytest.mark.parametrize("wire", FORMS[:-1])
 def test_activations_on_the_tensor_axis(told, wire):
-    """Sums are off by each rank's rounding and that of the sum, what is gathered by one, and what is scattered by those
-    of the terms. Sums are alike on all ranks, and types and shapes are those that were given."""
+    """Sums are off by each rank's rounding and the sum's, gathered numbers by one, and scattered ones by the terms'
+    roundings. Sums are alike on all ranks, and types and shapes are kept."""
     given = [values(600, 0, rank).view(ROWS).double() for rank in range(RANKS)]
     share = {"int8_block": 1.01 / 254}.get(wire, 1.01 * HALF.get(wire, 0.0))
     largest = sum(each.abs().max() for each in given)
@@ -196,7 +196,7 @@ def test_activations_on_the_tensor_axis(told, wire):
 
 @pytest.mark.parametrize(("hidden", "state", "cut", "block"), [(96, 32, 1, 32), (64, 16, 1, 16), (64, 8, 2, 16)])
 def test_blocks_hold_values_of_one_tensor(hidden, state, cut, block):
-    """Next to a state a thousand times as large as the hidden state, each is as exact as alone."""
+    """Next to a state a thousand times as large as the hidden state, each is as exact as by itself."""
     form = StreamForm(channels={"state": Channel(state, whole=True)})
     length, samples = 5, 2
     tensors = (
@@ -217,8 +217,8 @@ def test_blocks_hold_values_of_one_tensor(hidden, state, cut, block):
 @pytest.mark.parametrize("wire", FORMS[:-1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_between_stages(wire, dtype):
-    """What arrives is what was sent but for one rounding, and so is its gradient on the way back, as one float tensor
-    of as many bytes as the formula has."""
+    """The received numbers differ by one rounding, and so does the gradient on the way back. Each is one float tensor
+    of the formula's bytes."""
     width, shape = 48, (2, 5, 48)
     x = values(480, 0, 0).view(shape).to(dtype).requires_grad_()
     packed = pack_rows(x, wire, width)

@@ -191,7 +191,7 @@ def test_ranks_have_a_part_of_every_chunk(chunk: int, length: int):
 
 
 def returned() -> tuple[torch.Tensor, torch.Tensor]:
-    """What the last rank has, on the first, and the gradient of it."""
+    """The last rank's value, on the first, and its gradient."""
     context = ContextGroup.of(Mesh.build(Layout(context=RANKS)))
     x = torch.full((2, 3), float(context.rank + 1), requires_grad=True)
     found = context.to_first(x)
@@ -212,7 +212,7 @@ def test_the_method_follows_from_the_heads():
 
 
 def shifted():
-    """What the rank before has at its end, and the gradient of it."""
+    """The end of the rank before, and its gradient."""
     context = ContextGroup.of(Mesh.build(Layout(context=RANKS)))
     x = context.cut(torch.arange(16.0).view(2, 8), 1).clone().requires_grad_()
     before = context.from_before(x[:, -1:])

@@ -119,7 +119,7 @@ def test_messages_of_the_backward_pass_travel_under_its_products():
 
 
 class Three(nn.Module):
-    """Three products, of which a pass may omit the second, or raise before the last."""
+    """Three products. A pass may omit the second, or raise before the last."""
 
     def __init__(self, axis: Axis, ahead: bool) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Packed documents know nothing of each other, wherever ranks cut the sequence, in every kind of layer.
 
-What a mask of attention omits is multiplied by zero, so not one bit may differ. Scans compute the tokens of a chunk by
+Masked values of attention are multiplied by zero, so not one bit may differ. Scans compute the tokens of a chunk by
 sums and products that documents share, whose parts cancel: they may differ by rounding, and by no more.
 """
 

@@ -22,7 +22,7 @@ FORMATS = {E4M3: (3, -6, 7), E5M2: (2, -14, 14)}  # bits of mantissa, least norm
 
 
 def by_hand(x: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
-    """What the format keeps of x under a power of two that brings the largest to [2^top, 2^(top + 1)); float64."""
+    """The format's rounding of x under a power of two that brings the largest to [2^top, 2^(top + 1)); float64."""
     mantissa, least, top = FORMATS[dtype]
     values = x.double().numpy()
     scale = 2.0 ** (math.floor(math.log2(np.abs(values).max())) - top)
@@ -69,7 +69,7 @@ def test_a_number_is_rounded_alike_beside_larger_ones():
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_and_their_gradients(bias: bool):
-    """Those of the rounded numbers, in float64."""
+    """Products of the rounded numbers, in float64."""
     x, weight = drawn(2, 24, 32, seed=1).requires_grad_(), drawn(48, 32, seed=2, size=0.1).requires_grad_()
     added = drawn(48, seed=3).requires_grad_() if bias else None
     grad = drawn(2, 24, 48, seed=4, size=1e-3)

@@ -63,7 +63,7 @@ def test_weights_and_what_transformers_reads_are_the_same(models):
 
 
 def test_plans_count_them_as_others_and_propose_what_may_start():
-    """No layout that a start would refuse. Of those that are left, memory and time of products in `compute`."""
+    """No layout that a start would refuse. Of the other ones, memory and time of products in `compute`."""
     usual = {each.choice: each for each in question(LLAMA, 4).answers().plans}
     answers = question(overlay(LLAMA, {"precision": {"compute": "bf16", "products": "fp8"}}), 4).answers()
     found = {each.choice: each for each in answers.plans}

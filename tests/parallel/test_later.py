@@ -1,4 +1,4 @@
-"""Gradients of weights that are computed later are those of autograd, and their hooks run once per weight."""
+"""Gradients of weights that are computed later equal autograd's, and their hooks run once per weight."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def in_order(terms: list[torch.Tensor], ranks: int = 1) -> torch.Tensor:
 
 
 def operations(size: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """A sum, a part of a sum of n times as many, and what a gather gives, twice: of another tensor and in place."""
+    """A sum, a part of a sum of n times the numbers, and a gather, twice: of another tensor and in place."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     mine = term(rank, size, dtype)
     summed, part = mine.clone(), torch.empty(size, dtype=dtype)

@@ -63,7 +63,7 @@ def test_an_offset_is_bounded_by_sums():
 
 
 class Told:
-    """A clock that tells times from a list, and then the last one."""
+    """A clock that reads times from a list, and then the last one."""
 
     def __init__(self, *times: int) -> None:
         self._times = itertools.chain(times, itertools.repeat(times[-1]))
@@ -73,7 +73,7 @@ class Told:
 
 
 def told_times() -> list:
-    """A sum to which rank 1 comes last, a message that its receiver awaits, and a sum that nobody waits for at once."""
+    """A sum to which rank 1 comes last, a message that its receiver awaits, and a sum that is not awaited at once."""
     rank = dist.get_rank()
     # marks: phase begins, sum, its wait (2), message, call returned, its wait (2), sum, call returned, wait (2)
     times = [(0, 10, 12, 60, 70, 71, 72, 90, 100, 103, 140, 150), (0, 50, 52, 60, 85, 86, 87, 90, 110, 111, 130, 150)]
@@ -110,7 +110,7 @@ def test_two_ranks_on_told_clocks():
 
 
 def in_order() -> list:
-    """Rank 1 calls the sum after rank 0 is in it, which rank 0 tells it by a message."""
+    """Rank 1 calls the sum after rank 0 is in it. A message of rank 0 says so."""
     mesh, rank = Mesh.build(Layout(data=2), None), dist.get_rank()
     recorder = Recorder(mesh, HostClock())
     offset, plain = measure_offset(recorder.timer.clock.now), dist.Work.wait
@@ -146,7 +146,7 @@ def test_the_rank_that_comes_last_waits_for_nobody():
 
 
 def of_unequal_numbers() -> list:
-    """One rank knows of one sum more than the other: nothing is said of any, and nobody hangs."""
+    """One rank knows of one sum more than the other: none is reported, and no rank hangs."""
     mesh, rank = Mesh.build(Layout(data=2), None), dist.get_rank()
     found = []
     for start in range(1 + rank):

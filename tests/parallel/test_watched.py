@@ -47,7 +47,7 @@ class Heard(Beacon):
 
 
 def told() -> list[Told]:
-    """What the agent reads while the rank is in each of these calls."""
+    """The beacon while the rank is in each of these calls."""
     beacon, pair, own = Heard(mmap.mmap(-1, SIZE)), dist.new_group([0, 1]), torch.zeros(2)
     beacon.begin(0)
     with watched_collectives(beacon), warnings.catch_warnings():
@@ -68,7 +68,7 @@ def told() -> list[Told]:
 
 
 def forms() -> list[str]:
-    """What the agent reads of types and roots."""
+    """Types and roots in the beacon."""
     beacon, found = Beacon(memory := mmap.mmap(-1, SIZE)), []
     beacon.begin(0)
     with watched_collectives(beacon):
@@ -94,7 +94,7 @@ def test_types_and_roots_of_calls_are_noted() -> None:
 
 
 def test_each_call_is_noted_once_and_in_its_group() -> None:
-    """With a group that is not named, or is one of those that rank 2 is no member of."""
+    """With a group that is not named, or has no member rank 2."""
     first, second, third = run(3, told)
     assert first == second == EXPECTED
     assert third == [each for each in EXPECTED if each[0] == WHOLE]

@@ -68,7 +68,7 @@ def test_plans_propose_columns_where_they_are_faster(odd: Grids):
 
 
 def test_messages_of_depth_are_hidden_by_products_but_for_the_first_of_a_block(monkeypatch):
-    """Where products are long. A block has five matrices. What selective recomputation repeats has no products."""
+    """Where products are long. A block has five matrices. Selective recomputation repeats no products."""
     at, found = cluster(2, "a100"), []
     size, link = (3 + 1 + 4 + 4) * 1280**2 / 5, (at.device.link.latency * 1e-6, at.device.link.bandwidth * 1e9)
     gather, scatter = (step.ring("all_gather", 2, each * size, *link) for each in (SIZES["bf16"], SIZES["fp32"]))

@@ -1,4 +1,4 @@
-"""What a rank is planned to keep is what a rehearsed rank of the real program keeps."""
+"""The planned memory of a rank equals a rehearsed rank of the real program."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def rehearsed(values: dict[str, Any], ranks: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_sums_that_tensor_parallel_ranks_begin(sequence):
-    """Selective recomputation keeps the results of products. Of those that are summed each rank has a whole summand."""
+    """Selective recomputation keeps the results of products. Of summed products each rank has a whole summand."""
     more = {"parallel": {"tensor": 4, "sequence": sequence},
             "training": {"activation_checkpointing": {"mode": "selective"}}}  # fmt: skip
     values = merged(DENSE, more)
@@ -154,7 +154,7 @@ def test_formulas_are_near_a_rehearsal(more, ranks):
     ids=["one has each run", "two have each run", "depth"],
 )
 def test_rows_of_matrices_that_ranks_share(parallel, ranks):
-    """What two blocks keep between steps: weights in bf16, sums of gradients in fp32, and the optimizer's states.
+    """Memory of two blocks between steps: weights in bf16, sums of gradients in fp32, and the optimizer's states.
 
     Nothing of these depends on tokens, so they are few: rings of rows make many calls for each micro-batch.
     """

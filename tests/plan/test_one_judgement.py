@@ -32,7 +32,7 @@ def _ready(name: str, devices: int) -> Question:
 
 
 def _checked(tmp_path, name: str, question: Question, plan: Plan):
-    """What the launcher makes of the run's own file with the plan's lines over it, as a user would write them."""
+    """Judgement of the launcher on the run's own file with the plan's lines over it, as a user would write them."""
     own = tmp_path / "layout.yml"
     own.write_text(question.lines(plan.choice))
     files = [str(ROOT / "configs" / f"{name}.yml"), str(own)]

@@ -1,4 +1,4 @@
-"""What is predicted at the start of a run, and how the runs before correct it."""
+"""The prediction at the start of a run, and its correction by earlier runs."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_errors_of_runs_alike_are_taken_away():
 
 
 def test_runs_on_the_same_layout_count_alone():
-    """What ten times the formulas takes on one layout takes half of them on another."""
+    """A run takes ten times the formulas on one layout, and half of them on another."""
     others = [took(0.5, 1e9, layout="t2 p1 zero1 mb2 none") for _ in range(5)]
     history = [*(took(10.0, 1e9) for _ in range(3)), *others]
     assert correction(history, RUN) == (Need(pytest.approx(10.0), pytest.approx(1.0)), 3)

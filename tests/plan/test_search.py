@@ -149,7 +149,7 @@ def test_the_schedule_of_a_pipeline_is_the_fastest_that_is_legal():
     "name", ["tiny_llama", "tiny_mixtral", "tiny_zamba2", "tiny_rwkv7", "tiny_gpt2", "tiny_mamba2"]
 )
 def test_ranks_hold_the_whole_model(name):
-    """Weights of one rank are all parameters. Those of stages add up to them, with copies of tied tables."""
+    """Weights of one rank are all parameters. The stages' weights add up to them, with copies of tied tables."""
     asked = Question.of(
         [str(ROOT / "configs" / "test" / f"{name}.yml")], ["training.global_batch_size=8"], cluster(2, "h100")
     )
@@ -165,7 +165,7 @@ def test_ranks_hold_the_whole_model(name):
 
 
 def test_bytes_of_the_data_axis_are_those_that_are_counted(llama):
-    """`engine.traffic` is held to counted messages. What ranks reduce and gather here has the same sizes."""
+    """`engine.traffic` is held to counted messages. Reduced and gathered tensors have the same sizes here."""
     asked = llama.question
     for choice in (Candidate(tensor=2, sequence=True), Candidate(tensor=2, pipeline=2, sequence=True), Candidate()):
         resolved = asked.resolved(choice).config
@@ -289,7 +289,7 @@ def test_pythons_work_at_zero_3_is_in_the_step():
 
 
 def test_rows_of_a_table_differ_in_their_axes(llama):
-    """Of sequences that ranks share, with and without matrices. Of others nobody reads of that."""
+    """Of sequences that ranks share, with and without matrices. Other messages do not say so."""
     long = question({**LLAMA, "training": {**LLAMA["training"], "sequence_length": 2**15}}).answers()
     lines = text(long, shown=1000).splitlines()
     first = next(number for number, line in enumerate(lines) if "pipeline" in line)
@@ -313,7 +313,7 @@ def test_answers_as_text_and_json(llama):
 
 
 def test_a_run_of_several_batch_sizes_costs_what_its_stages_cost() -> None:
-    """Tokens and time against plans of each batch size alone. Layouts must divide each size."""
+    """Tokens and time against separate plans of each batch size. Layouts must divide each size."""
     stages = [{"until": 20, "global_batch_size": 8}, {"until": 50, "global_batch_size": 16}]
     asked = question({**LLAMA, "training": {**LLAMA["training"], "batch_schedule": stages}})
     assert asked.tokens == (20 * 8 + 30 * 16 + 50 * 32) * 512

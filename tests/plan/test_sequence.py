@@ -1,4 +1,4 @@
-"""What ranks that share a sequence send by the plan's formulas is what a rehearsed rank of the real program sends."""
+"""Messages of ranks that share a sequence: the plan's formulas equal a rehearsed rank of the real program."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_messages_are_those_of_the_program(rehearsed, name):
 
 
 def test_a_step_has_their_time():
-    """On one host of H100, long sequences, as many key heads as query heads: heads for tokens are fewer bytes than all
-    keys for everybody. Of a ring, attention hides what it can."""
+    """On one host of H100, long sequences, one key head per query head: heads for tokens are fewer bytes than all keys
+    for all ranks. Of a ring, attention hides what it can."""
     seconds = {}
     for name in ("ulysses", "ring", "gather"):
         long = {"training": {"sequence_length": 2**17}, "model": {"attention": {"kv_heads": 4}}}

@@ -35,7 +35,7 @@ def test_an_odd_vocabulary_is_rounded_up():
 
 
 def test_a_feed_forward_network_of_8_thirds():
-    """8/3 of 4096 is 10922: a multiple of 2 alone."""
+    """8/3 of 4096 is 10922: a multiple of 2, and of no larger power."""
     values = changed(hidden_size=4096, attention={"heads": 32, "kv_heads": 8}, mlp={"hidden_size": 10922})
     (found,) = [each for each in lint(question(values), Candidate()) if each.rule == "ffn-alignment"]
     assert found.better["model.mlp.hidden_size"] % 64 == 0 and abs(found.parameters) <= 0.02 and found.gain > 0.05

@@ -101,7 +101,7 @@ def test_ranks_that_share_a_sequence_wait_for_the_slowest():
 
 
 def test_an_update_counts_once():
-    """What two micro-batches show of eight is what eight take, but for some operations: the first one of a step finds
+    """Two micro-batches predict eight, but for some operations: the first one of a step finds
     no gradients, and a few stand between passes. The update is a third of all."""
     config = configuration(ranks=1)
     [shown] = works(config, 1, {0: in_own_process(config, 1, 0)})

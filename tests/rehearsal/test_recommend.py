@@ -60,7 +60,7 @@ def assert_same(name: str) -> None:
 
 
 def test_a_layout_that_does_not_rehearse_is_passed_over(monkeypatch):
-    """And with it those that the same excess would not let fit."""
+    """And with it the layouts that the same excess would not let fit."""
     asked, tried = question(LLAMA), []
     size = asked.at.device.bytes
 
@@ -101,7 +101,7 @@ def test_what_rehearses_outranks_what_has_more_room_where_it_is_much_faster(monk
 
 
 def truth(plan: Plan, factors: dict[str, float]) -> float:
-    """Bytes in a world where a micro-batch takes so many times what the formulas say, by what is recomputed."""
+    """Bytes in a world where a micro-batch takes a multiple of the formulas, by the mode of recomputation."""
     return plan.memory.total + (factors[plan.choice.recompute] - 1) * passing(plan)
 
 
@@ -111,8 +111,8 @@ def passing(plan: Plan) -> float:
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_the_search_goes_on_where_formulas_see_a_fraction(monkeypatch, fits):
-    """Of all layouts with all modes of recomputation, those of least memory alone fit, or not even these. Formulas ask
-    for no recomputation at all here, and what they propose first runs out by far."""
+    """Of all layouts with all modes of recomputation, only the ones of least memory fit, or not even these. Formulas
+    ask for no recomputation at all here, and what they propose first runs out by far."""
     asked, tried = question(LLAMA), []
     size = asked.at.device.bytes
     every = [

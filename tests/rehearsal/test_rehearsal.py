@@ -1,4 +1,4 @@
-"""What a rehearsal says is what real runs take: counted on gloo ranks with real tensors, and by formulas."""
+"""Rehearsals equal real runs: counted on gloo ranks with real tensors, and by formulas."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ VALUES = {
 
 @pytest.fixture(scope="module")
 def wide() -> tuple[dict, RankCounts]:
-    """A rank of 16, of which 4 share weights, 2 hold a stage's and 4 are replicas."""
+    """A rank of 16. Of them 4 share weights, 2 hold a stage's and 4 are replicas."""
     values = merged(VALUES, {"parallel": {"tensor": 2, "pipeline": 2}})
     return values, in_own_process(resolve(values, ranks=16), 16, 0)
 
@@ -246,7 +246,7 @@ def test_one_rank_of_each_kind():
 
 
 def test_ranks_that_share_sequences_differ(monkeypatch):
-    """Where a package's kind hands on states, those that begin alone can be rehearsed."""
+    """Where a package's kind passes states on, only ranks at a beginning can be rehearsed."""
     values = merged(VALUES, {"parallel": {"pipeline": 2, "context": 8, "tensor": 2}})
     config = resolve(values, ranks=32)
     layout = Layout.of(config, 32)

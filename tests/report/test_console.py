@@ -1,4 +1,4 @@
-"""What is shown, on a terminal and elsewhere."""
+"""Lines of the console, on a terminal and elsewhere."""
 
 from __future__ import annotations
 

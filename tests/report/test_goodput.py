@@ -57,7 +57,7 @@ class Simulated:
         self.completed += 1
 
     def fail(self, unfinished: float, detection: float) -> None:
-        """Killed within a step, or before the first. What was done since the last mark is lost."""
+        """Killed within a step, or before the first. The work since the last mark is lost."""
         self.take("start" if self.marked is None else "lost", unfinished)
         failed = self.now
         self.take("detection", detection)

@@ -133,7 +133,7 @@ def test_entries_of_older_versions_have_no_checksum_and_are_read(tmp_path):
 
 
 def test_batches_left_out_since_a_place(tmp_path):
-    """What an entry from before a checkpoint says may be damaged. The checkpoint knows it as well."""
+    """An entry from before a checkpoint may be damaged. The checkpoint knows it as well."""
     path = tmp_path / "ledger.jsonl"
     written(path)
     assert left_out(path) == [[13, 2]]

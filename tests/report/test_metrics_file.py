@@ -41,7 +41,7 @@ def test_lines_are_there_before_the_file_is_closed(tmp_path):
 
 
 def test_resume_at_four_takes_away_what_will_be_written_again(tmp_path):
-    """Training line s tells of update s, a validation line of the weights after its step: 4's are still true."""
+    """Training line s is of update s, a validation line of the weights after its step: 4's are still true."""
     path = tmp_path / "metrics.jsonl"
     training = [{"step": step, "loss": 5.0 - step} for step in range(7)]
     validation = [{"step": step, "validation": {"a": {"loss": 1.0}}} for step in (2, 4, 6)]

@@ -82,7 +82,7 @@ def test_closing_words(tmp_path):
 
 
 def test_running_means():
-    """A straight line stays itself, noise shrinks, and few points are left alone."""
+    """A straight line stays itself, noise shrinks, and few points are not changed."""
     line = [(x, 2.0 * x) for x in range(100)]
     raw, means = smoothed({"training": line})
     assert raw == {"training": line} and list(means) == ["training (mean of 9)"]

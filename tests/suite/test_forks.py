@@ -52,7 +52,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def train(folder: str, words: list[str]) -> None:
-    """What a member's command does, on the worker."""
+    """Run a member's command, on the worker."""
     files, overrides = split_arguments(words)
     with contextlib.chdir(folder):
         run_on_this_rank(load(files, overrides, ranks=1), 1)
@@ -192,7 +192,7 @@ def test_jobs_of_slurm_for_branches_come_after_those_of_trunks(folder, started, 
     ],
 )
 def test_mistakes(folder, capsys, forks, rules):
-    """Told before anything starts."""
+    """Reported before anything starts."""
     Path("small.yml").write_text(SUITE.partition("forks:")[0] + f"forks: {forks}\n")
     assert main(["small.yml", "plan"]) == 2
     said = capsys.readouterr().err

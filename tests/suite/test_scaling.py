@@ -186,7 +186,7 @@ axes:
 
 
 def test_points_of_runs_and_their_branches(tmp_path, monkeypatch, capsys):
-    """At a constant rate those of after the warmup. At the end those of branches instead of their trunks'."""
+    """At a constant rate, points after the warmup. At the end, points of branches instead of their trunks'."""
     monkeypatch.chdir(tmp_path)
     Path("base.yml").write_text(BASE)
     Path("sizes.yml").write_text(SUITE)

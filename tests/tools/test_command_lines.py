@@ -1,4 +1,4 @@
-"""What a command line says and nobody reads, and numbers that cannot be: a sentence, status 2, nothing written."""
+"""Unread words of a command line, and impossible numbers: a sentence, status 2, nothing written."""
 
 from __future__ import annotations
 

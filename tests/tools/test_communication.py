@@ -113,7 +113,7 @@ def test_times_beside_the_machines_curves(folder, capsys):
 
 
 def test_what_was_slowest_is_named():
-    """Two pairs, of which 2-3 is ten times as slow. Rank 3 is the one that they wait for."""
+    """Two pairs. 2-3 is ten times as slow. Rank 3 is the one that they wait for."""
 
     def summed(members: str, seconds: float, waiting: float, last: int) -> Durations:
         kind = MessageKind("backward", "data", members, "all_reduce", "fp32")
@@ -165,7 +165,7 @@ def test_two_runs_side_by_side(tmp_path, capsys):
 
 
 def test_what_is_predicted_at_most():
-    """As many messages of no more bytes. Of other calls exactly as much."""
+    """The same number of messages of no more bytes. Of other calls exactly as much."""
     most, exact = (["forward", "", group, 2, "all_gather", "fp32", 2, 80] for group in ("tensor", "data"))
     facts, predicted = {"most": [[*most[:6], 0, 0]]}, Tally.of_rows([most, exact])
     for counted, equal in (

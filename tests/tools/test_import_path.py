@@ -23,7 +23,7 @@ for name in sys.argv[1:]:
 
 
 def _at_import(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """What a module runs when it is imported: all but the bodies of functions and what is for a program alone."""
+    """Code that an import of a module runs: all but the bodies of functions and code only for a program."""
     for each in body:
         if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue

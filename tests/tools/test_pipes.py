@@ -14,7 +14,7 @@ TOOLS = sorted(path for path in (ROOT / "tools").rglob("*.py") if "__main__" in 
 
 
 def unread(*arguments: str) -> tuple[str, int]:
-    """Standard error and status of a command whose output is a pipe that nobody reads."""
+    """Standard error and status of a command whose output is a pipe without a reader."""
     reader, writer = os.pipe()
     os.close(reader)
     process = subprocess.Popen([sys.executable, *arguments], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)

@@ -3,9 +3,9 @@
 Most cases differ from others in what they combine, not in what they run through. Those that are chosen go through all
 of it: each architecture meets each mechanism that it is listed with, each recipe meets each of its layouts, and in each
 recipe and part of the matrix each two mechanisms meet that some case has together. A defect of a mechanism, of an
-architecture under a mechanism, or of two mechanisms together is then seen by a case that was chosen. What is left for
-the slow ones are defects of one architecture under two mechanisms at once. Groups of runs with `slow: true` all wait:
-where a recipe differs by the optimizer alone, a few cases go through all that it changes.
+architecture under a mechanism, or of two mechanisms together is then seen by a case that was chosen. Only the slow
+cases find defects of one architecture under two mechanisms at once. Groups of runs with `slow: true` all wait: where a
+recipe differs only by the optimizer, a few cases go through all that it changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FURTHER = ("sequence", "expert_tensor", "context_cut", "pipeline_split", "stage
 
 
 def mechanisms(case: Case) -> list[str]:
-    """What a case goes through, next to its architecture."""
+    """Mechanisms of a case, next to its architecture."""
     parallel, training, zero = (case.values.get(name, {}) for name in ("parallel", "training", "zero"))
     names = ("tensor", "columns", "pipeline", "context", "folded", "depth", "expert")
     axes = [axis for axis in names if parallel.get(axis, 1) > 1]
@@ -44,7 +44,7 @@ def mechanisms(case: Case) -> list[str]:
 
 
 def meetings(case: Case) -> set[tuple[str, ...]]:
-    """What meets in a case."""
+    """Pairs of mechanisms in a case."""
     through = mechanisms(case)
     return {
         (case.recipe, "with", case.architecture),
@@ -77,7 +77,7 @@ def chosen() -> frozenset[str]:
 
 
 def parameters(name: str) -> list:
-    """The cases of one part of the matrix. Those that are not chosen are slow."""
+    """The cases of one part of the matrix. The other cases are slow."""
     return [
         pytest.param(case, id=case.name, marks=[] if case.name in chosen() else [pytest.mark.slow])
         for case in part(name)

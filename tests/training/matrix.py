@@ -80,7 +80,7 @@ def _parsed(file: Path) -> dict[str, Any]:
 
 
 def cases(matrix: dict[str, Any] | None = None) -> list[Case]:
-    """All cases, those of fewer ranks first."""
+    """All cases, fewer ranks first."""
     matrix = matrix or read()
     found = []
     for recipe, entry in matrix["recipes"].items():

@@ -22,8 +22,8 @@ def blocks(tensor: torch.Tensor, logical: LogicalTensor) -> list[torch.Tensor]:
 
 
 class PlainMuon:
-    """By singular values: the iteration X <- aX + bXX'X + cXX'XX'X maps each to a s + b s^3 + c s^5 and leaves the
-    singular vectors alone.
+    """By singular values: the iteration X <- aX + bXX'X + cXX'XX'X maps each to a s + b s^3 + c s^5 and keeps the
+    singular vectors.
     """
 
     def __init__(self, options) -> None:
@@ -267,7 +267,7 @@ class PlainAdafactor:
 
 class PlainAdamMini:
     """Algorithms 1 to 3 of arXiv 2406.16793: a second moment for each head of queries and keys, and for each row of
-    other matrices. What it gets is one such block.
+    other matrices. Its input is one such block.
     """
 
     takes = staticmethod(every_matrix)
@@ -338,8 +338,8 @@ PLAIN = {
 class PlainMatrices:
     """One of these rules for each matrix inside a block (or what the rule takes), torch's AdamW for all other tensors.
 
-    A parametrization scales AdamW's steps. A matrix's step does not grow with the width, so of its scales only what
-    they have of the depth is left, which is the product of rate and decay (docs/parametrization.md).
+    A parametrization scales AdamW's steps. A matrix's step does not grow with the width, so only the depth's part of
+    its scales remains: the product of rate and decay (docs/parametrization.md).
     """
 
     def __init__(self, options, logicals: list[LogicalTensor], masters: list[torch.Tensor], decays: list[float]):

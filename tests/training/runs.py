@@ -37,7 +37,8 @@ EVALUATION = 1000  # the step whose batch is for evaluation
 
 @dataclass
 class Outcome:
-    """What a run says: per step the loss and the gradient norm. Mean loss and weight of the evaluation; weights."""
+    """Numbers of a run: per step the loss and the gradient norm. Mean loss and weight of the evaluation, and
+    weights."""
 
     losses: list[float]
     norms: list[float]
@@ -46,7 +47,7 @@ class Outcome:
 
 
 def noise(tensor: LogicalTensor) -> np.ndarray:
-    """What is added to a tensor's initial values, fp32 of the logical shape."""
+    """Number added to each initial value of a tensor, fp32 of the logical shape."""
     generator = np.random.default_rng(zlib.crc32(tensor.name.encode()))
     return generator.normal(0.0, 0.1, tensor.shape).astype(np.float32)
 
@@ -145,7 +146,7 @@ def portable(fragments) -> list[tuple]:
 
 
 def assemble(ranks: list[list[tuple]]) -> dict[tuple[str, str], np.ndarray]:
-    """Logical tensors by (name, state) from the fragments of all ranks, of which each element comes exactly once."""
+    """Logical tensors by (name, state) from the fragments of all ranks. Each element comes exactly once."""
     values: dict[tuple[str, str], np.ndarray] = {}
     seen: dict[tuple[str, str], np.ndarray] = {}
     for tensor, state, rank, count, begin, data in (fragment for own in ranks for fragment in own):
@@ -265,7 +266,7 @@ def plain_gradients(config: Config, model, parameters, step: int) -> tuple[float
 
 
 def further_loss(config: Config, model, batch: StepBatch, rows: slice, share: torch.Tensor) -> torch.Tensor:
-    """What modules that predict further tokens add to the loss, label by label of each sample.
+    """Loss of modules that predict further tokens, label by label of each sample.
 
     Args:
         share: of each label of the next token in the loss, [B, S].
@@ -331,7 +332,7 @@ class PlainOptimizer:
             self.adamw = adamw(groups, betas=self.options.betas, foreach=False)
 
     def finish(self) -> None:
-        """What is evaluated takes the place of what is trained."""
+        """The evaluated weights replace the trained ones."""
         if isinstance(self.adamw, PlainScheduleFree):
             self.adamw.finish()
 

@@ -1,4 +1,4 @@
-"""Runs whose collectives go as a table says: the losses of the plain run, and DeepSpeed's calls among those that do."""
+"""Runs whose collectives go as a table says: the losses of the plain run, and DeepSpeed's calls are among them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def runs(folder: str) -> dict[str, tuple[list[float], dict]]:
 
 
 def wrong(folder: str) -> list[str]:
-    """What is said of tables that are for another job, or need what is not installed."""
+    """Errors of tables for another job, or with algorithms that are not installed."""
     said = []
     for algorithm, island in ((TWO_LEVEL, []), (MISSING, [ISLANDS])):
         with pytest.raises(StartError) as error:

@@ -88,7 +88,7 @@ def staged(tokens, tmp_path_factory) -> tuple[Path, list[dict]]:
 
 def test_as_runs_of_one_batch_size_each(tokens, tmp_path) -> None:
     """Bit for bit. Each run continues with the weights and states of the one before. Its step n reads from sample
-    n * batch size on, so samples that no step reads are put before those of the steps. Without dropout, whose draws
+    n * batch size on, so samples that no step reads are put before the steps' samples. Without dropout, whose draws
     depend on the sample's number."""
     staged, lines = train_on_ranks(1, without_dropout(values(tokens, tmp_path / "staged"))), list[dict]()
     for end, size in ((2, 2), (4, 4), (6, 8)):

@@ -69,8 +69,8 @@ def test_saved_steps_are_whole_and_of_their_step(tmp_path, asynchronous):
     ],
 )
 def test_a_disk_that_is_full_or_refuses_does_not_end_the_run(tmp_path, monkeypatch, asynchronous, last, number):
-    """Saves for which there is no room are told and noted. The next one that is due tries again. Only a run that ends
-    without its last checkpoint fails."""
+    """Saves for which there is no room are reported and noted. The next one that is due tries again. Only a run that
+    ends without its last checkpoint fails."""
     config = settings(
         8,
         run={"dir": str(tmp_path), "name": "run"},

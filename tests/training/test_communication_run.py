@@ -45,7 +45,7 @@ train = Trainer.run
 
 
 class Dispatched(TorchDispatchMode):
-    """What torch's dispatcher sees of messages: another place than the account's, too slow for every run."""
+    """Messages by torch's dispatcher: another place than the account's, too slow for every run."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Experts that die are told, once, and that they are back. The defaults keep them alive."""
+"""Experts that die are reported, once, and so is their return. The defaults keep them alive."""
 
 from __future__ import annotations
 

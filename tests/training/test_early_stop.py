@@ -41,7 +41,7 @@ STEP, AFTER = 2, 3  # the signal comes in this step, after so many looks
 
 
 def job(folder: str, case: str, stop_at: int | None, at: int | None, moment: int):
-    """Train. Rank 1 (or the only one) gets a signal at a look of step `at`. What it ended as, and the looks it took."""
+    """Train. Rank 1 (or the only one) gets a signal at a look of step `at`. Its end, and the number of checks."""
     import torch.distributed as dist
 
     from megatron.checkpoint import GroupCommunicator

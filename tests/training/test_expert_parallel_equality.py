@@ -1,4 +1,4 @@
-"""Experts on 1, 2 and 4 ranks: gradients, losses, weights and corrections are those of one process of plain PyTorch."""
+"""Experts on 1, 2 and 4 ranks: gradients, losses, weights and corrections equal one process of plain PyTorch."""
 
 from __future__ import annotations
 

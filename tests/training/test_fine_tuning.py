@@ -33,7 +33,7 @@ def block(kind: str) -> str:
 
 
 def deepy(command: str, folder: Path) -> str:
-    """What the installed command does, from this checkout."""
+    """Run the installed command from this checkout."""
     start = "import sys; from megatron.command.main import main; sys.exit(main())"
     words = [sys.executable, "-c", start, *shlex.split(command)[1:]]
     own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

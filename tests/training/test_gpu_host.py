@@ -1,4 +1,4 @@
-"""What a step asks of a GPU, counted without one: kernels, waits, copies, collectives, groups (`make gpu-host`).
+"""Calls of a GPU in a step, counted without one: kernels, waits, copies, collectives, groups (`make gpu-host`).
 
 The host's side is real, on a stand-in that computes nothing (tests/stand_ins/gpu). No time follows from it.
 """

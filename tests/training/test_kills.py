@@ -1,4 +1,4 @@
-"""kill -9 at random moments of training with a save after every step: the run goes on and ends the same bitwise."""
+"""kill -9 at random moments of training with a save after every step: the run continues and ends the same bitwise."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def tensors(run: Run) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def survive(folder: Path, *, ranks: int, kills: int, seed: int, start: Start) -> int:
-    """Kill a run so many times, let it finish, and compare it with one that nobody killed.
+    """Kill a run n times, let it finish, and compare it with an undisturbed one.
 
     Returns:
         How many of the kills hit a save.

@@ -116,7 +116,7 @@ def shrink_head(named: dict[str, torch.Tensor], prefix: str, own: Any, head: int
 
 
 def shrink_latent(named: dict[str, torch.Tensor], prefix: str, own: Any, head: int, factor: float) -> None:
-    """Queries that positions turn, those that they do not, keys of this head. Then the head's values, which stay."""
+    """Queries that positions turn, the other queries, keys of this head. Then the head's values, which stay."""
     query, keys = named[f"{prefix}.query.weight"], named[f"{prefix}.key_value.weight"]
     begin = head * (own.rope_dim + own.nope_dim)
     query[begin : begin + own.rope_dim] *= factor
@@ -126,7 +126,7 @@ def shrink_latent(named: dict[str, torch.Tensor], prefix: str, own: Any, head: i
 
 
 def clipped(values: dict[str, Any], ranks: int) -> tuple[list[float], list[dict], list]:
-    """On every rank: losses, what the steps tell of logits, and fragments of the masters."""
+    """On every rank: losses, the steps' numbers of logits, and fragments of the masters."""
     config, engine = runs.start(values, ranks)
     data, losses, told = engine.mesh.data, [], []
     for step in range(STEPS):

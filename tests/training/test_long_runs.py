@@ -15,7 +15,7 @@ from tests.paths import ROOT
 
 
 def private_kib() -> int:
-    """Memory that this process shares with nobody."""
+    """Memory that only this process has."""
     lines = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     return sum(int(words[1]) for words in lines if words[0] in ("Private_Clean:", "Private_Dirty:"))
 

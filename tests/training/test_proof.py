@@ -33,7 +33,7 @@ def test_a_checkpoint_proves_itself_on_this_layout_and_on_others(tmp_path: Path)
 
 
 def read_wrongly(folder: str, ranks: int, *overrides: str) -> str:
-    """Resume with weights that are not those of the checkpoint: one bit more in one of them."""
+    """Resume with weights other than the checkpoint's: one bit more in one of them."""
     refresh = EngineState.refresh
 
     def refreshed(state: EngineState) -> None:

@@ -93,7 +93,7 @@ def test_only_rank_0_speaks(tmp_path):
 
 
 class Takes(Hook):
-    """Tells ten seconds in the forward phase of each step, and on rank 1 a hundred from a step on."""
+    """Reports ten seconds in the forward phase of each step, and on rank 1 a hundred from a step on."""
 
     def __init__(self, since: int) -> None:
         self.since = since
@@ -103,7 +103,7 @@ class Takes(Hook):
 
 
 def test_a_larger_batch_is_no_slow_rank():
-    """Alone, a rank is compared with its own best: 1 s for 2 samples, and then 4 s for 8."""
+    """A single rank is compared with its own best: 1 s for 2 samples, and then 4 s for 8."""
     stages = [{"until": 2, "global_batch_size": 2}]
     grows = settings(training={"micro_batch_size": 1, "global_batch_size": 8, "batch_schedule": stages})
     slow, own = SlowRanksHook(SlowOptions(every=2), ["a"]), [0.0] * 20

@@ -282,7 +282,8 @@ def values_of(architecture: str, recipe: dict[str, Any], layout: str) -> tuple[d
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(architecture, recipe, layout) -> the leg that ends with a save, its checkpoint, and the leg of so many steps."""
+    """(architecture, recipe, layout) -> the leg that ends with a save, its checkpoint, and the leg of a number of
+    steps."""
     begun: dict[str, tuple] = {}
     whole: dict[str, Leg] = {}
 
@@ -340,7 +341,7 @@ OFTEN = {
 
 
 def named(cases: list) -> list:
-    """The cases with their names, those that wait for `-m slow` marked."""
+    """The cases with their names, the ones that wait for `-m slow` marked."""
     return [pytest.param(case, id=name_of(case), marks=either(name_of(case) in OFTEN)) for case in cases]
 
 

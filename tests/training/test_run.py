@@ -433,7 +433,7 @@ def test_tokens_are_those_that_were_read_though_the_batch_grew(tmp_path):
 
 
 def test_a_checkpoint_has_its_place_in_the_ledger(tmp_path):
-    """Cut there, the ledger has the batches of exactly the steps before the checkpoint. A resumed run tells the
+    """Cut there, the ledger has the batches of exactly the steps before the checkpoint. A resumed run logs the
     place."""
     start(tmp_path, 1, "training.stop_at_step=4", "checkpoint.every=3")
     place = open_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000003").meta.ledger["bytes"]

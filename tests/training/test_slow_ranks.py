@@ -102,7 +102,7 @@ def test_ranks_are_compared_within_their_stages():
 
 
 def test_ranks_that_tell_forward_and_backward_apart_or_together_are_compared_by_their_sum():
-    """Three ranks, of which two find their micro-batches too brief to be told of one by one."""
+    """Three ranks. Two of them find their micro-batches too brief to be reported one by one."""
     apart, together, slow = [0.0] * len(NAMES), [0.0] * len(NAMES), [0.0] * len(NAMES)
     apart[DATA], together[DATA], slow[DATA] = 1.0, 1.0, 2.0
     apart[FORWARD], apart[BACKWARD], together[FORWARD], slow[FORWARD] = 1.0, 2.0, 3.0, 3.1

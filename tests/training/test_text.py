@@ -14,7 +14,7 @@ BYTES = BytesTokenizer()
 
 
 def cut(text: str, stops: list[str]) -> str:
-    """Before the stop string that is complete first: where "a" ends a text, nobody knows whether "baa" would come."""
+    """Before the stop string that is complete first: where "a" ends a text, it is unknown whether "baa" would come."""
     for end in range(len(text) + 1):
         begins = [text[:end].find(stop) for stop in stops if stop in text[:end]]
         if begins:

@@ -35,7 +35,7 @@ def lines(path) -> tuple[list[dict], list[dict]]:
 
 
 def plain_loop(wanted):
-    """The same training in torch and transformers alone: losses, norms, rates, final weights."""
+    """The same training with only torch and transformers: losses, norms, rates, final weights."""
     engine, loader = ToyEngine(wanted), ToyLoader(wanted)
     table, head = (p.detach().clone().requires_grad_() for p in engine.parameters)
     optimizer = torch.optim.AdamW([table, head], lr=wanted.optimizer.lr, betas=(0.9, 0.95), weight_decay=0.1)

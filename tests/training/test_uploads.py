@@ -47,7 +47,7 @@ def resumed(tmp_path: Path) -> list[dict]:
 
 
 def test_a_run_that_has_lost_its_folder_goes_on_from_its_store(tmp_path: Path) -> None:
-    """Every 4th step is saved for it, of which the newest two stay there. A run that never began takes nothing."""
+    """Every 4th step is saved for it. The newest two stay there. A run that never began takes nothing."""
     bucket, expected = tmp_path / "bucket", start(tmp_path, 1, f"run.dir={tmp_path}/whole", "training.steps=14")
     own = (stored(f"file://{bucket}", every=4, keep=2), "checkpoint.every=5", f"run.dir={tmp_path}/run")
     own = (*own, "training.steps=14")

@@ -60,7 +60,7 @@ def train(folder: Path, ranks: int, tokens: dict[str, str], *overrides: str) -> 
     covering([(1,), (2, "parallel.tensor=2"), (2, "zero.stage=3"), (2, "parallel.pipeline=2")], ["mean", "initial"]),
 )
 def test_known_rows_are_kept_and_new_ones_start_as_said(tmp_path: Path, layout, how: str) -> None:
-    """New are the rows of new tokens and those that only filled the old table up."""
+    """New are the rows of new tokens and the rows that only filled the old table up."""
     old, new = tokenizer(tmp_path / "old.json", OLD), tokenizer(tmp_path / "new.json", NEW)
     train(tmp_path / "before", 1, old)
     source = tmp_path / "before" / "run" / "checkpoints" / "step_00000002"

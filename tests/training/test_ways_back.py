@@ -118,7 +118,7 @@ def sent(wire: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("wire", ["int8_block", "top_k"])
 def test_what_was_left_out_of_a_skipped_step_is_not_sent_later(wire: str, tmp_path: Path) -> None:
-    """The numbers of all other steps are those of a run without it."""
+    """The numbers of all other steps equal a run without it."""
     skip = "spikes={action: skip, watch: grad_norm, window: 4, sigma: 1.0e+4}"
     found = train(tmp_path, "skipped", *sent(wire), skip, strike(tmp_path, 2), ranks=2)
     confirmed = train(tmp_path, "twice", *sent(wire), skip, "spikes.confirm=true", strike(tmp_path, 2), ranks=2)
@@ -217,7 +217,7 @@ def test_a_drawn_way_back(seed: int, tmp_path: Path) -> None:
 
 
 def length_of(optimizer: str) -> tuple[str, ...]:
-    """What an optimizer derives from the length of the run stays that of six steps."""
+    """Numbers that an optimizer derives from the length of the run stay at six steps."""
     return ("optimizer.options.warmup=6",) if optimizer == "ademamix" else ()
 
 
@@ -255,7 +255,7 @@ def from_a_level(folder: Path, options: tuple[str, ...], draw: random.Random) ->
 
 
 def killed(folder: str, *overrides: str) -> None:
-    """A start whose copies outlive it, as those of a killed one do."""
+    """A start whose copies outlive it, as after a kill."""
     remove = Levels.remove
     try:
         Levels.remove = lambda self: None  # type: ignore[method-assign]
@@ -295,7 +295,7 @@ def forked(folder: Path, options: tuple[str, ...], draw: random.Random) -> None:
 
 
 def imported(folder: Path, options: tuple[str, ...], draw: random.Random) -> None:
-    """Weights that went to Hugging Face's format and back begin the run that those of the checkpoint begin."""
+    """Weights that went to Hugging Face's format and back begin the same run as the checkpoint's."""
     options = (*options, "model.mlp.bias=true")
     train(folder, "trunk", *options, ranks=2)
     at = folder / "trunk" / "checkpoints" / f"step_{draw.choice([2, 4, 6]):08d}"
@@ -350,7 +350,7 @@ AGAIN = (damaged, from_a_level, forked, imported, on_another_layout, from_elsewh
     "seed", [pytest.param(each, marks=pytest.mark.slow) if each > 5 else each for each in range(48)]
 )
 def test_a_drawn_way_to_begin_again(seed: int, tmp_path: Path) -> None:
-    """What a run has left somewhere makes the run that was never interrupted."""
+    """Files that a run has left somewhere make the run that was never interrupted."""
     draw = random.Random(seed)
     optimizer = draw.choice(WRITTEN)
     average = "null" if optimizer == "schedule_free_adamw" else draw.choice(["null", "0.5"])

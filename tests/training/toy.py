@@ -180,7 +180,7 @@ class _Elsewhere:
 
 
 def elsewhere(trainer: Trainer) -> None:
-    """Make the trainer treat its numbers as those of an accelerator, which are read a step later."""
+    """Make the trainer treat its numbers as an accelerator's, which are read a step later."""
     trainer.exchange.device = _Elsewhere()
     trainer.exchange._vector = lambda values: torch.tensor([float(value) for value in values], dtype=torch.float64)
 

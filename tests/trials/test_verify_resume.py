@@ -1,4 +1,4 @@
-"""tools/verify_resume.py on a run that resumes as it should, and on one whose hook has a state that nobody saves."""
+"""tools/verify_resume.py on a run that resumes as it should, and on one whose hook has a state that is not saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank leaves in memory is what its agent reads: at any moment, of a process in any state, and of any bytes."""
+"""An agent reads the beacon that a rank wrote: at any moment, of a process in any state, and of any bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is allowed, but probably not meant."""
+"""Settings that are allowed, but probably not meant."""
 
 from tests.config.broken.case import case
 

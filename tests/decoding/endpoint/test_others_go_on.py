@@ -1,4 +1,4 @@
-"""What one client can do to the others, to the log, and to a browser's user."""
+"""Effects of one client on the others, to the log, and to a browser's user."""
 
 from __future__ import annotations
 

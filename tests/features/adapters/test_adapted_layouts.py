@@ -1,4 +1,4 @@
-"""Adapters on layouts: a step's loss and gradients are those of plain PyTorch with merged matrices, in one process.
+"""Adapters on layouts: a step's loss and gradients equal plain PyTorch with merged matrices, in one process.
 
 The oracle puts W + s B A, with DoRA's lengths, in the place of each matrix, and lets autograd differentiate it.
 """

@@ -67,7 +67,7 @@ def test_targets_are_ends_of_names_with_any_text_for_a_star(target: str, layers:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "test").glob("tiny_*.yml")), ids=lambda path: path.stem)
 def test_kinds_name_their_linear_layers(path: Path) -> None:
-    """What rules know without torch is what is adapted."""
+    """The adapted layers that rules know without torch are the adapted layers."""
     config = load([str(path)], [], ranks=1, check_inputs=False).config
     model = build_model(config, device="meta")
     named = linear_names(config)

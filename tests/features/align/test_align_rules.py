@@ -1,4 +1,4 @@
-"""What is refused before a round of reinforcement learning, and what the launcher reads."""
+"""Refusals before a round of reinforcement learning, and the keys that the launcher reads."""
 
 from __future__ import annotations
 

@@ -106,8 +106,8 @@ def test_experts_are_replayed_on_every_layout(tmp_path):
 
 
 def test_experts_of_the_sampler_are_replayed(tmp_path):
-    """In fp32 on one process the decoder's choice is the trainer's, so rounds and steps are those of R2, on every
-    layout. In a file with other experts the step differs: they are what the trainer uses."""
+    """In fp32 on one process the decoder's choice is the trainer's, so rounds and steps equal R2's, on every layout. In
+    a file with other experts the step differs: they are what the trainer uses."""
 
     def run(name: str, ranks: int, routes: str, *overrides: str) -> list[list[float]]:
         own = values(tmp_path / name, evaluate=None, routes=routes)
@@ -383,7 +383,7 @@ def draw_on_this_rank(own: dict[str, Any], cached: bool) -> tuple[list, list, li
 
 
 def test_texts_do_not_depend_on_cache_or_company(tmp_path):
-    """Both ways of drawing choose the same tokens. Log-probabilities are those of whole texts."""
+    """Both ways of drawing choose the same tokens. Log-probabilities equal the values for whole texts."""
     (one,) = on_ranks(1, draw_on_this_rank, values(tmp_path), True)
     (other,) = on_ranks(1, draw_on_this_rank, values(tmp_path), False)
     assert [each[0] for each in one[0]] == [each[0] for each in other[0]]

@@ -91,7 +91,7 @@ def own_values(folder: Any, url: str, **more: Any) -> dict[str, Any]:
 
 
 def test_a_server_draws_by_the_weights_of_each_round(tmp_path):
-    """The trainer's log-probabilities of its texts are those that it gave, so it had the weights of each round. By
+    """The server's log-probabilities of its texts equal the trainer's, so it had the weights of each round. By
     weights of another round they would differ: the last folder that it opened is another model than the first."""
     stand_in = StandIn()
     with served(stand_in.answer) as url:

@@ -31,7 +31,7 @@ LAYOUTS = {  # ranks, overrides. Rank and state whose bit flips, ranks that are 
 
 
 class Flip(Hook):
-    """One bit, in one rank's state: before a step, or right after the update, where the next one would mend it."""
+    """One bit, in one rank's state: before a step, or right after the update, where the next one would repair it."""
 
     def __init__(self, rank: int, state: str) -> None:
         self._rank, self._state = rank, state

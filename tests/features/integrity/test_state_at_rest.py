@@ -167,7 +167,7 @@ def test_nothing_that_a_run_does_itself_is_taken_for_a_fault(run: str, tmp_path:
     ["zero 1", "zero 3", "tensor", "pipeline", *(pytest.param(f"zero {n}", marks=pytest.mark.slow) for n in (0, 2))],
 )
 def test_a_bit_that_flips_in_a_gradient_is_found_and_its_rank_named(layout: str, tmp_path: Path) -> None:
-    """In a step that is computed twice. Clipping, by a norm that all ranks share, hides nobody."""
+    """In a step that is computed twice. Clipping, by a norm that all ranks share, hides no rank."""
     ranks, options = LAYOUTS[layout]
     options = (*options, f"training.audit={AUDITED + 1}", "training.audit_action=restart", "evaluation.every=null")
     for summed in (False, True):

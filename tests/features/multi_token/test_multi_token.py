@@ -132,7 +132,7 @@ def test_the_papers_equations(tied: bool, apart: bool, z_loss: float):
 
 
 def test_labels_of_further_tokens():
-    """By hand: two documents of three and two tokens, of which the last but one label does not count."""
+    """By hand: two documents of three and two tokens. The last but one label does not count."""
     labels, weights = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[1.0, 1.0, 1.0, 0.0, 0.5]])
     found = further_labels(labels, weights, torch.tensor([[0, 0, 0, 1, 1]]), 2)
     assert found.labels[:, 0].tolist() == [[2, 3, 4, 5, 5], [3, 4, 5, 5, 5]]

@@ -78,7 +78,7 @@ class SmallPeer:
         return {name: each.clone() for name, each in self.weights.items()}
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint has."""
+        """Contents of a checkpoint."""
         part = self.part
         return copy.deepcopy({
             "weights": self.weights,

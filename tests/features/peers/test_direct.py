@@ -242,7 +242,7 @@ def test_members_read_contributions_and_states_only(company, tmp_path):
 
 
 def test_old_files_do_not_fill_the_disk_of_a_peer(company, tmp_path):
-    """The first peer that cleans deletes the notes. The others delete their files too, also those that they read."""
+    """The first peer that cleans deletes the notes. The others delete their files too, also files that they read."""
     form: Any = SimpleNamespace(expected=lambda round: {"w": ((4,), torch.float32)}, fits=lambda *_: True)
     peers = [Rounds(each._own, Signer(KEY, None), each) for each in company.folders.values()]
     a, b, c = peers

@@ -170,7 +170,7 @@ def test_the_noise_scale_of_a_later_share(tmp_path):
 
 
 def test_evaluations_are_of_the_common_weights(tmp_path):
-    """Those that the checkpoint of the same step has, and not the weights of one peer before the round."""
+    """They equal the checkpoint of the same step, and not the weights of one peer before the round."""
     evaluated = {"evaluation": {"every": 2, "batches": 2}, "training": {**VALUES["training"], "steps": 4}}
     with Company(tmp_path, {"a": 1, "b": 1}, every=2) as company:
         company.run("run", **evaluated)

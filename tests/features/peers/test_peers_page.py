@@ -49,7 +49,7 @@ def blocks() -> dict[str, str]:
 
 
 def both(train: str) -> str:
-    """A command of a peer as those of left and right, side by side."""
+    """A command of a peer as the commands of left and right, side by side."""
     return f"{train.format(name='left')} &\nother=$!\n{train.format(name='right')}\nwait $other"
 
 

@@ -63,7 +63,7 @@ def test_diloco(tmp_path):
 
 
 def test_a_survivor(tmp_path):
-    """Of two replicas one fails. torchft's other one continues to the same weights, and so does ours, alone."""
+    """Of two replicas one fails. torchft's other one continues to the same weights, and so does ours."""
     case, key = GOLDEN["survivor"], secret(tmp_path)
     steps = len(case["local"]) - 1
     keys = {"algorithm": "streaming_diloco", "fragments": 2, "key_file": key, "timeout": 0.2}

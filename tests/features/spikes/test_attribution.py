@@ -1,4 +1,4 @@
-"""A bad value is of a passing fault, of a host or of the data: each is injected, and each is told."""
+"""A bad value is of a passing fault, of a host or of the data: each is injected, and each is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Steps that are computed twice: nothing changes where the machine repeats itself. Where it does not, it is told."""
+"""Steps that are computed twice: nothing changes where the machine repeats itself. Where it does not, the run reports
+it."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ spikes: {window: 10, sigma: 6, back: 1, leave_out: 3, limit: 2}
 
 
 def write(folder: Path, batches: list[int], bad: tuple[int, ...] = (BAD,)) -> str:
-    """A file of these batches, in which each row counts upwards from a drawn place. Those of bad ones are noise of
-    tokens that no other has."""
+    """A file of these batches, in which each row counts upwards from a drawn place. Bad samples are noise of tokens
+    that no other has."""
     rows = []
     for batch in batches:
         draw = np.random.default_rng(batch)

@@ -1,4 +1,4 @@
-"""Norms by layer: those of plain PyTorch, the same on every layout, and a training that does not notice."""
+"""Norms by layer equal plain PyTorch, on every layout, and do not change the training."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def backward(grad, q, k, v, y, normalizer, begins, _begins_k, *_rest, scale, win
 
 @contextmanager
 def flash_attention() -> Iterator[None]:
-    """torch's operations with these in place of kernels, on CPUs. What remembers gradients is torch's own."""
+    """torch's operations with these in place of kernels, on CPUs. Only torch's own function remembers gradients."""
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("_flash_attention_forward", forward, "CPU")

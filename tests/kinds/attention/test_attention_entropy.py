@@ -1,7 +1,7 @@
 """The entropy of attention, of every kind that attends: against each query's softmax written out in float64.
 
-The probabilities that are written out must give the layer's own result with its values, so they are those that the
-layer uses, and the entropy is theirs.
+The probabilities that are written out must give the layer's own result with its values, so the layer uses them, and the
+entropy is theirs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CASES = {
 
 
 def written_out(q: Tensor, k: Tensor, pattern, documents: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """Probabilities [B, n, S, S], a query after the other. What a sink takes is what they lack of 1."""
+    """Probabilities [B, n, S, S], a query after the other. A sink takes the part that they lack of 1."""
     B, n, _, _ = q.shape
     found = torch.zeros(B, n, S, S, dtype=DOUBLE)
     for b in range(B):

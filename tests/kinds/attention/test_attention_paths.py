@@ -32,7 +32,7 @@ def inputs():
 
 
 class Memo(dict):
-    """What the layers of one forward pass share."""
+    """Values that the layers of one forward pass share."""
 
     def remember(self, key, make):
         if key not in self:

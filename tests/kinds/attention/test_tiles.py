@@ -61,7 +61,7 @@ def test_it_is_the_formula(heads, kv, length, channels, of_values, room, monkeyp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_it_rounds_no_more_than_torch(dtype: torch.dtype):
-    """Errors against float64 of the output and the three gradients, together, next to those of torch's kernel."""
+    """Errors against float64 of the output and the three gradients, together, next to the errors of torch's kernel."""
     given = [each.to(dtype).to(DOUBLE) for each in inputs(4, 4, 300, 32, 32)]
     exact = gradients(lambda q, k, v: attend_in_tiles(q, k, v, SCALE), given)
     ways = [

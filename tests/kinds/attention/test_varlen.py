@@ -141,7 +141,7 @@ def test_a_model(recompute: str, monkeypatch):
 
 
 def batch(numbers: list[list[int]]) -> StepBatch:
-    """Micro-batches of two samples, with so many documents each."""
+    """Micro-batches of two samples, with a number of documents each."""
     documents = torch.zeros(len(numbers), 2, 16, dtype=torch.int32)
     for row, samples in enumerate(numbers):
         for sample, number in enumerate(samples):

@@ -129,7 +129,7 @@ def rwkv4(seed: int):
 
 
 def mean(state) -> Tensor:
-    """What RWKV-4's state says: the mean of values and the logarithm of its weight."""
+    """The content of RWKV-4's state: the mean of values and the logarithm of its weight."""
     above, below, exponent = state
     return torch.stack([above / below, below.log() + exponent])
 

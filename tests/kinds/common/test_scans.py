@@ -40,7 +40,7 @@ def stacked(each: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> tuple[torch.
 
 
 def values_and_gradients(function: Callable, inputs: list[torch.Tensor], dtype: torch.dtype):
-    """What the function gives, and the gradients of a random combination of it, in float64."""
+    """Results of the function, and the gradients of a random combination of it, in float64."""
     leaves = [each.detach().to(dtype).requires_grad_() for each in inputs]
     outputs = function(*leaves)
     sum((each * draw(*each.shape, seed=90 + i).to(dtype)).sum() for i, each in enumerate(outputs)).backward()

@@ -43,7 +43,7 @@ def test_pieces_equal_the_whole(name: str):
 
 
 def test_the_state_is_the_compressed_vector():
-    """16 numbers per token, where attention with as many heads would keep 80."""
+    """16 numbers per token, where attention with the same number of heads would keep 80."""
     config = resolve(values("queries of the stream"))
     model = build_model(config).eval()
     state = model.new_state()
@@ -55,7 +55,7 @@ def test_the_state_is_the_compressed_vector():
 
 
 def test_a_step_of_decoding_does_not_expand_the_past():
-    """The FLOPs of a token after the first are those of attention among compressed vectors."""
+    """The FLOPs of a token after the first are attention among compressed vectors."""
     model, state = build_model(resolve(values("queries of the stream", "mla"))).eval(), None
     state = model.new_state()
     with torch.no_grad():

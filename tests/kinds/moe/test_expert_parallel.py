@@ -58,14 +58,13 @@ def cut(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def batch(data: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a data parallel rank puts in, and the weights of what comes out."""
+    """Inputs of a data parallel rank, and the weights of its outputs."""
     draw = torch.Generator().manual_seed(100 + data)
     return tuple(torch.randn(B, S, H, generator=draw).to(DOUBLE) for _ in range(2))
 
 
 def step(layout: Layout, case: str, everything: bool = False):
-    """Of this rank: output, gradients of the input and the parameters (whole by data rank, those of experts by run),
-    traffic.
+    """Of this rank: output, gradients of the input and the parameters (whole by data rank, of experts by run), traffic.
 
     Args:
         everything: tensor parallel ranks send all their tokens.
@@ -194,8 +193,8 @@ def test_no_token_crosses_the_expert_axis_twice():
 
 
 def test_what_dropping_duplicates_saves():
-    """Half of the bytes of the all-to-all, where two ranks have the same tokens. What arrives goes over the tensor axis
-    instead.
+    """Half of the bytes of the all-to-all, where two ranks have the same tokens. The rows that arrive go over the
+    tensor axis instead.
     """
     layout = Layout(data=2, tensor=2, expert=2)
     everything, share = (run(4, step, layout, "top_k", how) for how in (True, False))
@@ -242,7 +241,7 @@ def test_axes():
 
 
 def test_folded_axes():
-    """The ranks of a stage in their order are one line, of which neighbours share the experts (2 stages of 8 ranks)."""
+    """The ranks of a stage in their order are one line. Neighbours share the experts (2 stages of 8 ranks)."""
     layout = Layout(tensor=2, data=4, pipeline=2, expert=4, folded=True)
     at = layout.coordinates(13)
     assert at == Coordinates(tensor=1, data=2, pipeline=1)

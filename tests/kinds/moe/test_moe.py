@@ -104,7 +104,7 @@ def test_equals_loops(name: str):
 
 
 def test_experts_without_tokens():
-    """Nobody chooses most experts: their gradients are zero, and nothing uninitialised is seen."""
+    """No token chooses most experts: their gradients are zero, and nothing uninitialised is seen."""
     moe, x = layer(top_k=1), inputs()
     with torch.no_grad():
         moe.router.weight.zero_()
@@ -117,7 +117,7 @@ def test_experts_without_tokens():
 
 
 def test_expert_choice():
-    """Each expert has its best tokens, as many as an even load."""
+    """Each expert has its best tokens, the number of an even load."""
     moe, x = layer(top_k=2, router={"select": "expert_choice"}), inputs()
     tokens = x.detach().double().flatten(0, 1)
     scores = torch.softmax(tokens @ named(moe)["moe.router.weight"].double().T, -1)
@@ -159,7 +159,7 @@ def test_sinkhorn(start: str):
 
 
 def test_sinkhorn_of_tokens_with_logits_of_their_own_level():
-    """What is added to all logits of a token is taken out by its row's factor: it moves nobody, were it 100."""
+    """Its row's factor removes a number that is added to all logits of a token: it moves no token, were it 100."""
     own = config_of({
         "experts": 8,
         "top_k": 1,
@@ -175,7 +175,7 @@ def test_sinkhorn_of_tokens_with_logits_of_their_own_level():
 
 
 def test_each_expert_is_a_matrix_of_its_own():
-    """Orthogonal initial values and Muon treat gate, up and down of every expert alone."""
+    """Orthogonal initial values and Muon treat gate, up and down of every expert separately."""
     model = build_model(
         config_of({"experts": 3, "hidden_size": 8}, init={"hidden": "orthogonal", "output": "orthogonal"})
     )
@@ -205,7 +205,7 @@ def test_each_expert_is_a_matrix_of_its_own():
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_auxiliary_losses(top_k: int):
     """Of two layers with coefficients of their own: the balancing loss against transformers' (which pools layers and
-    does not divide by k, so it is asked layer by layer), the others against their formulas. What is added, and its
+    does not divide by k, so it is asked layer by layer), the others against their formulas. The added loss, and its
     gradient.
     """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func

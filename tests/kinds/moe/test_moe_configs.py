@@ -1,4 +1,4 @@
-"""Published mixtures of experts: all parameters, and those that a token uses."""
+"""Published mixtures of experts: all parameters, and the parameters that a token uses."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def grouped(a: torch.Size, b: torch.Size, *_args, out_shape=None, **_kwargs) -> 
 
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_and_flops(name: str):
-    """Exactly what runs: the chosen experts alone."""
+    """Exactly what runs: only the chosen experts."""
     config = config_of(name, "attention moe")
     model, total = build_model(config), totals(config)
     assert total.parameters == sum(p.numel() for p in model.parameters())

@@ -21,7 +21,7 @@ B, S, V = 2, 12, 37
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_recorded_experts_have_the_weights_and_gradients_of_the_present_router(mode: str):
-    """The second layer's experts are those of other weights, but for some tokens. A loop over tokens is the formula."""
+    """The second layer's experts follow other weights, but for some tokens. A loop over tokens is the formula."""
     config = resolve({
         "model": {
             "layers": "attention/mlp attention/moe",

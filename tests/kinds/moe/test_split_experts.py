@@ -1,4 +1,4 @@
-"""Gradients of experts' matrices that are computed later are those of autograd."""
+"""Gradients of experts' matrices that are computed later equal autograd's."""
 
 from __future__ import annotations
 

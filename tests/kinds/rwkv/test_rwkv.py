@@ -73,7 +73,7 @@ def test_decoding_in_pieces_equals_the_whole(name: str, pieces: list[int]):
     covering([False, True], [(1, 2, 17), (8, 16)], [name for name in MODELS if name != "mixed"]),
 )
 def test_states_hand_over_with_their_gradients(name: str, cuts: tuple[int, ...], documents: bool):
-    """The blocks over pieces of a sequence, each going on from the state of the last, give the outputs and the
+    """The blocks over pieces of a sequence, each continued from the state of the last, give the outputs and the
     gradients of the whole."""
     model = build_model(config_of(name, documents), dtype=DOUBLE)
     randomised(model, 3)
@@ -250,7 +250,7 @@ def test_in_bf16_decays_stay_in_fp32(name: str):
 
 @pytest.mark.parametrize("name", STATES)
 def test_decays_can_learn_at_a_rate_of_their_own(name: str):
-    """Twice the rate for the base of the decays alone, as in the authors' training code, and no weight decay."""
+    """Twice the rate only for the base of the decays, as in the authors' training code, and no weight decay."""
     model = build_model(config_of(name), device="meta")
     config = resolve({
         "model": values_of(name),

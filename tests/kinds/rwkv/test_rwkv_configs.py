@@ -102,7 +102,7 @@ def test_the_mixed_stack():
 
 @pytest.mark.parametrize("name", ["rwkv6/1.6b", "rwkv7/0.1b"])
 def test_published_names(name: str):
-    """As many tensors as the published files have: 28 per block of RWKV-6, 33 of RWKV-7, 3 fewer in the first."""
+    """The number of tensors of the published files: 28 per block of RWKV-6, 33 of RWKV-7, 3 fewer in the first."""
     config = settings(name).config
     names = [each for step in steps_of(config) for each in step.theirs]
     per_layer = {"rwkv6": 28, "rwkv7": 33}[name.split("/")[0]]

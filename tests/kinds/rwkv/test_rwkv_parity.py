@@ -97,8 +97,8 @@ def test_equals_the_recurrence(name: str, documents: bool, seed: int):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_as_exact_as_the_recurrence_in_fp32(name: str):
-    """Over several models, hard ones too: the largest errors of gradients, next to those of the papers' form in the
-    same type.
+    """Over several models, hard ones too: the largest errors of gradients, next to the errors of the papers' form in
+    the same type.
     """
     config, ratios = config_of(name), []
     heads = H // MODELS[name][name]["head_dim"]

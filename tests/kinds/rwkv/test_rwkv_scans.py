@@ -83,7 +83,7 @@ def test_wkv7(chunk: int, documents: str | None):
 @pytest.mark.parametrize("of", ["outputs", "state"])
 @pytest.mark.parametrize("documents", [None, "one"])
 def test_the_gradient_of_wkv7_is_exact(documents: str | None, of: str):
-    """In float64, of the outputs or of the last state alone, of the same tensors twice."""
+    """In float64, of the outputs or only of the last state, of the same tensors twice."""
     inputs, starts = [each.double().requires_grad_() for each in inputs7()], starts_of(documents)
     place = ["outputs", "state"].index(of)
     found = wkv7(*inputs[:6], chunk=5, initial_BhNN=inputs[6], starts_BS=starts)[place]

@@ -109,7 +109,7 @@ def test_earlier_ones_start_as_published(kind: str, layer: int):
 
 @pytest.mark.parametrize("kind", ["rwkv4", "rwkv6", "rwkv7"])
 def test_depth_is_that_of_the_stack(kind: str):
-    """A layer count that was given for the schemes of other matrices leaves the authors' formulas alone."""
+    """A layer count that was given for the schemes of other matrices does not change the authors' formulas."""
     wanted = weights_of(kind)
     for layers in (1, 40):
         found = weights_of(kind, layers=layers)

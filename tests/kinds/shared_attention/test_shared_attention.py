@@ -56,9 +56,8 @@ def test_calls_are_numbered_by_kind():
 
 
 def test_a_shared_block_is_the_sum_of_its_uses():
-    """With one block per call, equal in value, the gradients of the blocks add up to those of the one that is
-    shared.
-    """
+    """With one block per call, equal in value, the gradients of the blocks add up to the gradients of the shared
+    one."""
     one = build_model(config_of("mamba2+shared_attention x3", {"blocks": 1}), dtype=DOUBLE)
     three = build_model(config_of("mamba2+shared_attention x3", {"blocks": 3}), dtype=DOUBLE)
     randomise(one, 3)
@@ -125,7 +124,7 @@ def test_kept_activations(mode: str, adapters: bool):
 
 
 def test_each_call_draws_its_own_dropout():
-    """With equal inputs, two calls of one shared block differ by their draws alone. In evaluation they do not."""
+    """With equal inputs, two calls of one shared block differ only by their draws. In evaluation they do not."""
     model = build_model(config_of("mamba2+shared_attention x2", {"dropout": 0.5, "adapter_rank": 0}))
     randomise(model, 4)
     with torch.no_grad():

@@ -69,7 +69,7 @@ def test_gradients_do_not_depend_on_the_layout():
 
 
 def test_documents_of_a_sample_are_apart():
-    """Gradients of samples of several documents, on layouts, and each document alone by transformers."""
+    """Gradients of samples of several documents, on layouts, and each document by itself in transformers."""
     values = values_of("gemma2", tiny("gemma2"))
     values["data"] = {**values["data"], "reset_attention_at_eod": True}
     values["tokenizer"] = {"type": "none", "eod_id": 0}
@@ -115,7 +115,7 @@ def test_a_run_resumes_with_another_cut(tmp_path, before, after):
 
 
 def refusals(values):
-    """What a start says on this rank."""
+    """Lines of a start on this rank."""
     with pytest.raises(StartError) as caught:
         by_engine(values, 2)
     return str(caught.value)
@@ -149,7 +149,7 @@ PLANS = {
 
 
 def refused_plans(values):
-    """What a start says of each plan on this rank."""
+    """Lines of a start about each plan on this rank."""
     said = {}
     try:
         for case, (plan, _) in PLANS.items():
@@ -175,7 +175,8 @@ def test_plans_that_leave_a_parameter_uncut_or_cut_it_twice_are_refused():
 
 
 def test_slices_and_stages_in_bf16_round_as_one_process_does():
-    """Distances from fp32 after four steps: of as many roundings in other places, so about that of one process."""
+    """Distances from fp32 after four steps: of the same number of roundings in other places, so about one process's
+    distance."""
     values = values_of("qwen3", tiny("qwen3"), 1)
     (_, exact), half = by_torch(values), {**values, "precision": {"compute": "bf16"}}
 

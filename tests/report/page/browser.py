@@ -1,4 +1,4 @@
-"""A headless Chromium that opens a page and tells what became of it."""
+"""A headless Chromium that opens a page and returns its content."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def opened(page: Path, *, script: str = "", picture: Path | None = None, size: t
     """The document of a page as HTML after its scripts have run. Open shadow roots are not in it.
 
     Args:
-        script: JavaScript that runs two seconds after the page was loaded. What it puts into the document is seen.
-        picture: where a picture of the page goes.
+        script: JavaScript that runs two seconds after the page was loaded. Its changes of the document are in the
+        result. picture: where a picture of the page goes.
     """
     program = next((found for name in NAMES if (found := shutil.which(name))), None)
     if program is None:

@@ -149,7 +149,7 @@ def further_kernels() -> tuple[int, int, int]:
 
 
 def counts(names: Iterable[str], environment: dict[str, str]) -> dict[str, dict]:
-    """What the start of each case and one of its steps ask of the device."""
+    """Calls of the device in the start of each case and in one of its steps."""
     with tempfile.TemporaryDirectory() as folder:
         jobs = []
         for number, (ranks, model, arguments) in enumerate(CASES[name] for name in names):
@@ -180,7 +180,7 @@ def found(output: str) -> dict:
 
 
 def row(found: dict) -> dict:
-    """What the table keeps of a case."""
+    """The table's entry of a case."""
     kept = ("kernels", "waits", "pageable", "pinned", "collectives")
     return {"groups": found["start"]["groups"], **{name: found["step"][name] for name in kept}}
 

@@ -36,7 +36,7 @@ def main() -> None:
     use_first_configurations()
 
     def for_both(source: Any, target: Any = None, options: Any = None, **rest: Any) -> Any:
-        """What Triton calls to compile for the GPU that it sees."""
+        """The function that Triton calls to compile for its GPU."""
         nvidia = compile(source, target=target, options=options, **rest)
         results = {f"sm_{target.arch}": "compiled" if nvidia.asm["cubin"] else "nothing"}
         chosen = {name: options[name] for name in ("num_warps", "num_stages")}

@@ -86,7 +86,7 @@ def count(names: list[str], environment: dict[str, str]) -> dict[str, dict[str, 
 
 
 def lives(names: list[str], environment: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """What the first evaluation, save and resume of a run on one rank, and a token of a sample, ask of the device."""
+    """Calls of the device in the first evaluation, save and resume of a run on one rank, and in a token of a sample."""
     with tempfile.TemporaryDirectory() as made:
         folder, jobs = Path(made), []
         for number, name in enumerate(names):

@@ -80,7 +80,7 @@ def place() -> str:
 
 
 def pretend_ranks(ranks: int) -> None:
-    """The environment and the answers of a job of so many ranks, of which this is the first."""
+    """The environment and the answers of a job with this number of ranks. This is the first one."""
     import torch.distributed as dist
 
     import megatron.engine.base as base

@@ -65,7 +65,7 @@ class AdafacLO_naive(torch.optim.Optimizer):
                 p -= group["lr"] * group["weight_decay"] * p
 
     def features(self, p: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """[..., 28]. What the step's number says is not among them."""
+        """[..., 28]. The features of the step's number are not among them."""
         g, shape = p.grad.unsqueeze(-1), tuple(p.shape)
         long, longest = (int(d) for d in np.argsort(shape)[-2:]) if len(shape) > 1 else (None, None)
         if not state:
