@@ -8,6 +8,7 @@ them: a device guard, and the engine of backward passes. Both are put in place h
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import sys
 import traceback
@@ -27,6 +28,7 @@ from megatron.kinds.common.attention import attend
 from megatron.model.stack import Model, build_model
 
 DEVICE = "cuda"
+TASKS = itertools.count()  # numbers of backward passes
 
 
 def let_torch_handle_cuda_tensors() -> None:
@@ -50,7 +52,19 @@ def _plain_attention(
 def gradients_of(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Tensor], **_: object
 ) -> list[Tensor | None]:
-    """`torch.autograd.grad`, node by node: torch's engine wants a GPU for them. An input ends the way behind it."""
+    """`torch.autograd.grad`, node by node: torch's engine wants a GPU for them. An input ends the way behind it.
+
+    The pass has a number as in torch's engine. Without it a recomputation is repeated for each tensor that it saves.
+    """
+    task, number = torch._C._current_graph_task_id, next(TASKS)
+    torch._C._current_graph_task_id = lambda: number
+    try:
+        return _gradients_of(outputs, inputs, given)
+    finally:
+        torch._C._current_graph_task_id = task
+
+
+def _gradients_of(outputs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor | None]:
     ends = {each.grad_fn for each in inputs if each.grad_fn is not None}
     gradients: dict[Node, dict[int, Tensor]] = {}
     for output, gradient in zip(outputs, given, strict=True):

@@ -18,14 +18,27 @@ from tests.training.test_run import TINY
 from tests.workers import run as on_ranks
 
 LAST = 6
+# One micro-batch a step where many messages make each dear: states change in updates only.
 LAYOUTS = {  # ranks, overrides. Rank and state whose bit flips, ranks that are named, whether for certain
     "three replicas": (3, ("zero.stage=0",), (1, "master", [1], True)),
     "three replicas, moment": (3, ("zero.stage=0",), (2, "exp_avg_sq", [2], True)),
     "two replicas": (2, ("zero.stage=0",), (1, "master", [0, 1], False)),
-    "tensor": (2, ("parallel.tensor=2", "zero.stage=1", "parallel.sequence=true"), (0, "master", [0, 1], False)),
-    "tensor, zero 3": (4, ("parallel.tensor=2", "zero.stage=3"), (2, "master", [2, 3], False)),
+    "tensor": (
+        2,
+        ("parallel.tensor=2", "zero.stage=1", "parallel.sequence=true", "training.micro_batch_size=12"),
+        (0, "master", [0, 1], False),
+    ),
+    "tensor, zero 3": (
+        4,
+        ("parallel.tensor=2", "zero.stage=3", "training.micro_batch_size=6"),
+        (2, "master", [2, 3], False),
+    ),
     "weights of zero 2": (3, ("zero.stage=2", "precision=bf16"), (2, "weight", [2], True)),
-    "columns": (4, ("parallel.columns=4", "model.dropout=0", "model.mlp.bias=true"), (2, "master", [2], True)),
+    "columns": (
+        4,
+        ("parallel.columns=4", "model.dropout=0", "model.mlp.bias=true", "training.micro_batch_size=12"),
+        (2, "master", [2], True),
+    ),
     "pipeline": (4, ("parallel.pipeline=2", "zero.stage=0"), (2, "exp_avg", [2, 3], False)),
 }
 

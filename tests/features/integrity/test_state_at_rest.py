@@ -32,7 +32,9 @@ LAYOUTS = {  # ranks, overrides
 OFTEN = ("one", "zero 1", "zero 3", "tensor", "pipeline, bf16")
 LAST = 6
 STATES = ("master", "exp_avg", "exp_avg_sq", "weight")
-EVERY = ("training.hashes=3", "checkpoint.every=4", "evaluation.every=null", f"training.steps={LAST}")
+# States change in updates only: two micro-batches of 4 in place of four of 2.
+BATCHES = ("training.micro_batch_size=4", "evaluation.every=null", f"training.steps={LAST}")
+EVERY = ("training.hashes=3", "checkpoint.every=4", *BATCHES)
 AUDITED = 3
 
 

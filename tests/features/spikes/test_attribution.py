@@ -10,10 +10,10 @@ import torch
 
 from megatron.features.spikes.attribution import Elsewhere, pending
 from tests.features.spikes.test_replay import events
-from tests.features.spikes.test_spikes import STEPS, YAML, losses, same, write
+from tests.features.spikes.test_spikes import YAML, losses, same, write
 from tests.training.test_run import job
 
-BAD = 8
+BAD, STEPS = 8, 13
 HOME, AWAY = ("node1/0", "node2/0"), ("node2/0", "node1/0")  # of ranks 0 and 1, and where a restart puts them
 # what is injected: (cause, size, what is done at non-finite or large values)
 CASES = {
@@ -33,6 +33,7 @@ def start(folder: str, name: str, path: str, places: tuple[str, str], attempt: i
     )
     hook = f"hooks=[{{type: 'tests.trials.miscompute:Miscompute', options: {options}}}]"
     words = (policy, "spikes.attribute=true", "launch.restarts=3", hook, f"data.train={path}", "zero.stage=1")
+    words = (*words, f"training.steps={STEPS}")
     os.environ["JOB_PLACE"] = places[torch.distributed.get_rank()]
     try:
         return 0, job(folder, 2, *words, f"run.dir={folder}/{name}", attempt=attempt)

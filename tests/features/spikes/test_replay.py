@@ -18,7 +18,7 @@ LAYOUTS = {
     "pipeline": (2, ("parallel.pipeline=2", "zero.stage=0")),
     "zero 1, bf16": (2, ("zero.stage=1", "precision=bf16")),
     "zero 3": (2, ("zero.stage=3",)),
-    "columns": (2, ("parallel.columns=2", "model.dropout=0")),
+    "columns": (2, ("parallel.columns=2", "model.dropout=0", "training.micro_batch_size=4")),
 }
 
 
