@@ -47,9 +47,9 @@ def pytest_configure(config) -> None:
         # inductor takes what it has compiled for other instructions from its cache, which then fails or gives nan
         folder = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{capability}"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    # Two kernels at a time would need a pool of processes, each of which imports torch: more work on busy cores.
+    # Two kernels at a time would need a pool of processes that import torch: more work on busy cores.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    if "XDG_STATE_HOME" not in os.environ:  # runs of tests teach nobody's predictions
+    if "XDG_STATE_HOME" not in os.environ:  # runs of tests correct no user's predictions
         folder = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()
         config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
     selection.configure(config)

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 DOUBLE = torch.float64
-EXACT = 1e-10  # relative. Sums of float64 in another order differ by 1e-15 to 1e-12
-# Where a program is fp32 and stays so: two ways to add up a small model's sums differ by 1e-7 to 3e-6 of its logits, on
-# whatever processor, and the least wrong option by a hundredth.
+EXACT = 1e-10  # relative. Sums of float64 in another order differ by 1e-15 to 1e-12.
+# Where a program is fp32 and stays so. Two ways to add up a small model's sums differ by 1e-7 to 3e-6 of its logits, on
+# any processor, and the least wrong option by a hundredth.
 FP32 = 1e-4
 
 

@@ -1,5 +1,5 @@
-"""Scripts run as from a command line, without a start of Python, whose imports take seconds: in this process, or in
-a fork of a process that has imported torch and DeepSpeed.
+"""Scripts run as from a command line, without a start of Python, whose imports take seconds. They run in this process,
+or in a fork of a process that has imported torch and DeepSpeed.
 
 For what tools say and write. tests/command checks that each starts by itself, and so do the tests that start one.
 """
@@ -22,7 +22,7 @@ from tests.paths import ROOT
 
 
 def script(name: str, *words: object, folder: str | os.PathLike | None = None) -> CompletedProcess[str]:
-    """What `python tools/NAME WORDS` prints and ends with.
+    """Output and status of `python tools/NAME WORDS`.
 
     Args:
         folder: where it runs. The current one by default.
@@ -48,7 +48,7 @@ def script(name: str, *words: object, folder: str | os.PathLike | None = None) -
 
 
 def forked(*words: object, folder: str | os.PathLike, **more: str) -> CompletedProcess[str]:
-    """What `python WORDS` (a script, or -c and code) prints and ends with, in a process of its own.
+    """Output and status of `python WORDS` (a script, or -c and code), in a process of its own.
 
     Args:
         folder: where it runs.

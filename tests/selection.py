@@ -2,12 +2,12 @@
 
 A whole run (`--dist loadfile`) ends when its last file ends, so long files start first. A fast run has the first case
 of every test function, except long ones. A new test belongs to it until somebody measures it. `make durations`
-runs the whole suite and writes the file again, `pytest --store-durations FILE ...` measures some files alone. It needs
+runs the whole suite and writes the file again, `pytest --store-durations FILE ...` measures only some files. It needs
 no entry by hand, and a file that it does not know starts early.
 
-Times are CPU seconds, of the process that runs a test and of all processes below it: they are nearly the same on a
-quiet machine and on a busy one, where seconds by the clock say how many others work. Seconds by the clock are only
-checked for tests that wait.
+Times are CPU seconds, of the process that runs a test and of all processes below it. They are nearly the same on a
+quiet machine and on a busy one. Seconds by the clock depend on other work. Seconds by the clock are only checked for
+tests that wait.
 """
 
 from __future__ import annotations

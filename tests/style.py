@@ -2,11 +2,11 @@
 
 python -m tests.style                 the table
 python -m tests.style AREA ...        each find of these areas, with its place
-python -m tests.style --tighten       lower the budget (tests/style.json) to the present counts; it never rises
+python -m tests.style --tighten       lower the budget (tests/style.json) to the present counts. It never rises
 python -m tests.style --folder DIR    the table for another project's README, docs and Python files
 
-Areas: one per page of documentation; for Python, docstrings, comments and messages (all other strings of three or
-more words, which includes help and error texts), once each for the package, bench, tools and examples.
+Areas: one per page of documentation. For Python: docstrings, comments and messages, once each for the package, bench,
+tools, examples and tests. Messages are all other strings of three or more words, such as help and error texts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.paths import ROOT
 
 BUDGET = ROOT / "tests" / "style.json"
 LONGEST = 30  # words in a sentence
-SHORTEST = 4  # words; what is shorter is a label, a name or a number, and would flatter the percentiles
+SHORTEST = 4  # words. A shorter one is a label, a name or a number, and would flatter the percentiles
 COUNTS = ("words", "long", "semicolons")
 
 # A pattern, and the terms of the field to use in its place.
@@ -95,7 +95,7 @@ class Area:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """The sentences of Markdown or reStructuredText: no code blocks; a cell of a table or an item stands by itself."""
+    """The sentences of Markdown or reStructuredText: no code blocks. A cell of a table or an item stands by itself."""
     text = FENCE.sub("\n", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
     text = LINK.sub(r"\1", FORMULA.sub("X", CODE.sub("X", text)))
     for block in _blocks(text):
@@ -159,7 +159,7 @@ def _string(node: ast.AST) -> str | None:
 
 
 def _comments(source: str) -> Iterator[tuple[int, str]]:
-    """Comments with their first line; those on successive lines of their own are one."""
+    """Comments with their first line. Comments on successive lines of their own are one."""
     block: list[str] = []
     begin = last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -189,9 +189,10 @@ def measure() -> dict[str, Area]:
     for page in pages():
         name = str(page.relative_to(ROOT))
         markdown(areas["docs/configuration.md" if name.startswith("docs/configuration/") else name], page)
-    for name in ("megatron", "bench", "tools", "examples"):
+    for name in ("megatron", "bench", "tools", "examples", "tests"):
         for path in sorted((ROOT / name).rglob("*.py")):
             python(areas, name, path)
+    del areas["tests messages"]  # inputs and expected texts
     return dict(areas)
 
 
@@ -223,7 +224,7 @@ def table(areas: dict[str, Area]) -> str:
 
 
 def budget() -> dict[str, dict[str, int]]:
-    """The counts that each area may have; an area that is not listed may have none."""
+    """The counts that each area may have. An area that is not listed may have none."""
     return json.loads(BUDGET.read_text(encoding="utf-8"))
 
 

@@ -88,7 +88,7 @@ def test_the_tools_know_it(package):
     assert layers["parameters"] > 0
     key = run(config, "explain", "model.retention.head_dim", "retention.yml", package=package).stdout
     assert "= 8" in key and "derived: model.hidden_size / model.retention.heads" in key
-    # Shown by a process that tells whether torch was imported: the package's options must not need it.
+    # Shown by a process that prints whether torch was imported: the package's options must not need it.
     script = "import runpy, sys; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"
     script += "finally: print('torch' in sys.modules)"
     words = ("optimizer.type=qhadam", "hooks=[weights]")

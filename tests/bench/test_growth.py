@@ -56,8 +56,8 @@ def test_the_pretended_checkpoint_has_every_element_once():
 def test_what_rank_0_holds_to_make_an_index_does_not_grow_with_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """ZeRO 3, where each rank has a piece of each tensor. Held are some batches, of each how many rows of which group
-    it has, the files' records, and 16 bytes for each 4096 of the index."""
+    """ZeRO 3, where each rank has a piece of each tensor. Held are some batches with the number of rows of each group,
+    the files' records, and 16 bytes for each 4096 of the index."""
     batch, records = 1 << 14, list[FileRecord]()
     monkeypatch.setattr("megatron.checkpoint.format.index.BATCH", batch)
     given = tables(640, 3, records)

@@ -205,7 +205,7 @@ def test_a_tool(row: Row):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert found and all(line["ours"] > 0 and line["least"] <= line["ratio"] <= line["most"] for line in found)
-    for line in found if row.tool == "replicas" else []:  # as many FLOPs on every side
+    for line in found if row.tool == "replicas" else []:  # the same FLOPs on every side
         flops = [
             line[share] * line["peak"] / line[speed] for share, speed in (("share", "ours"), ("share_theirs", "theirs"))
         ]

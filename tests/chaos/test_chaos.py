@@ -131,7 +131,7 @@ def test_hosts_have_links_that_can_be_cut_and_slow() -> None:
         assert told == name
         return found["operstate"]
 
-    def becomes(name: str, up: bool) -> None:  # the kernel tells of a link a moment later
+    def becomes(name: str, up: bool) -> None:  # the kernel reports a link a moment later
         end = time.monotonic() + 120
         while (link(name) == "UP") != up:
             assert time.monotonic() < end, link(name)

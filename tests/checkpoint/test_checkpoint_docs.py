@@ -40,7 +40,7 @@ def test_the_example_runs(tmp_path, monkeypatch):
     ),
 )
 def test_the_page_is_enough_to_read_a_checkpoint(name: str, layout: str, tmp_path) -> None:
-    """In a process that has numpy, the page and nothing of ours; bf16 weights and fp32 masters."""
+    """In a process that has numpy, the page and nothing of ours. Weights are bf16, and masters fp32."""
     source, _ = checkpoint_of(tmp_path, MODELS[name], bf16=True)
     reshape(source, tmp_path / "cut", parse_layout(layout))
     cut = open_checkpoint(tmp_path / "cut")

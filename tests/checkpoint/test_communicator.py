@@ -132,5 +132,5 @@ def test_ranks_that_find_nothing_wrong_hear_one_flag(size: int) -> None:
 
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(rank, range(size)))
-    seal = 64  # each gives a flag to rank 0, and hears one, both with a seal
+    seal = 64  # each gives a flag to rank 0, and receives one, both with a seal
     assert counting.read == 2 * size * (seal + len("[false]"))

@@ -26,7 +26,7 @@ STATES = {"exp_avg": 0.5, "master": 0.0, "weight": 0.0}
 
 
 def values(tensor: LogicalTensor, state: str, rank: int) -> torch.Tensor:
-    """What tensor rank `rank` of 2 had: numbers in order."""
+    """State of tensor rank `rank` of 2: numbers in order."""
     found = torch.arange(12 if tensor is UP else 5, dtype=torch.float32) + 100 * rank + STATES[state]
     return found.bfloat16() if state == "weight" else found
 

@@ -44,7 +44,7 @@ LATENT = {
 }
 SIGMOID = {"score": "sigmoid", "normalize": True, "groups": 4, "top_groups": 2, "scale": 2.5, "correction": "sign"}
 BESIDE = MODELS["falcon_h1"]
-# What both versions must give the same logits for. Every base differs from every class's own.
+# Models for which both versions must give the same logits. Every base differs from every class's own.
 BOTH = {
     "llama": LLAMA,
     "llama linear": rotary(LLAMA, base=700.0, scaling={"type": "linear", "factor": 3.0}),

@@ -78,7 +78,7 @@ def test_a_manifest_cannot_make_a_download_write_elsewhere(places, tmp_path, nam
     form(path)
     name = name.format(outside=outside)
     rewrite(path, lambda content: change(content, name))
-    # What the hostile store would send: the file exists where the name points, as seen from the URL.
+    # Answers of the hostile store: the file exists where the name points, as seen from the URL.
     (tmp_path / "stolen").write_text("theirs")
     here = tmp_path / "a" / "b" / "c"
     with pytest.raises(CheckpointError, match="manifest.json"):

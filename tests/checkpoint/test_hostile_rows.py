@@ -101,7 +101,7 @@ def test_rows_of_a_file_that_cannot_be_are_damage(path: Path, change: dict):
     rows = read_table(path, record)[1].copy()
     for name, value in change.items():
         rows[name][0] = value
-    rows["checksum"][0] ^= 1  # or nobody asks what the row is of
+    rows["checksum"][0] ^= 1  # or no reader asks what the row is of
     content = file.read_bytes()[: record.end] + rows.tobytes()
     file.write_bytes(content)
     known = replace(record, table=checksum(rows.tobytes()))

@@ -120,7 +120,7 @@ def rank_of_hosts(folder: str) -> dict[str, object]:
     seen["alone"] = read(alone, model, ZERO_1, rank)
     together(rank, lambda: (shutil.rmtree(f"{folder}/host1", True), shutil.copytree(keep, f"{folder}/host1"), None)[-1])
 
-    # So is the first one, whose ranks tell the others what there is.
+    # So is the first one, whose ranks send the others the list.
     as_host(rank, f"first{rank // 2}" if rank < 2 else None)
     seen["first host lost"] = read(levels_at(folder, NEXT), model, OTHERS[1], rank)
 

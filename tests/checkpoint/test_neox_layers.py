@@ -14,7 +14,7 @@ from tests.float64 import FP32
 from tests.model.parity import randomise, relative
 from tests.paths import ROOT
 
-LAYERS, HIDDEN, HEADS, VOCABULARY = 3, 32, 4, 512  # as many as the tokenizer has
+LAYERS, HIDDEN, HEADS, VOCABULARY = 3, 32, 4, 512  # the number of the tokenizer
 FLAT = """{
   "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 24, "max_position_embeddings": 24,
   "pos_emb": "rotary", "rotary_pct": 0.25, "norm": "layernorm", "gpt_j_residual": %s, "no_weight_tying": true,

@@ -179,7 +179,8 @@ def test_every_token_of_an_epoch_is_trained_on(tmp_path):
 
 
 def test_through_the_loader_and_its_provenance(tmp_path):
-    """The same on every layout; where.py's and batch.py's answers are of the documents before they were corrupted."""
+    """The same on every layout. The answers of where.py and batch.py are of the documents before they were
+    corrupted."""
     write_documents(
         tmp_path / "a", [[10 * (number % 9) + place + 1 for place in range(9)] + [EOD] for number in range(60)]
     )

@@ -22,7 +22,7 @@ from megatron.parallel.layers.label_costs import token_scores
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import relative
 
-# Windows and sinks; latents. Compressed keys with convolutions. Shared blocks and a scan. Attention next to a scan. Two
+# Windows and sinks. Latents. Compressed keys with convolutions. Shared blocks and a scan. Attention next to a scan. Two
 # recurrences of matrices. Delta rule. Experts by sigmoid and by softmax. Latents that an indexer chooses. Compressed
 # entries. ALiBi, caps and learned positions. Keys of earlier layers and inputs of tokens.
 NAMES = ["gpt_oss", "deepseek_v2", "zaya", "zamba2", "falcon_h1", "rwkv7_hybrid", "gated_delta", "mixtral"]

@@ -51,7 +51,7 @@ def types_and_values(engine) -> tuple[dict[str, torch.dtype], dict[str, torch.Te
 
 
 def train(values: dict, ranks: int):
-    """Types before and after training; losses. Values of fp32 parameters in the forward pass, and masters."""
+    """Types before and after training, and losses. Values of fp32 parameters in the forward pass, and masters."""
     config, engine = runs.start(values, ranks)
     before, _ = types_and_values(engine)
     losses, norms = runs.steps(config, engine, 0, config.training.steps)

@@ -24,7 +24,7 @@ from tests.engine.test_traffic import comparable, counted
 from tests.training.matrix import Case, cases, merged
 from tests.workers import run
 
-# What differs in what is sent: how gradients are reduced, layers cut, and experts spread. Two hosts of two ranks, or
+# Differences in messages: how gradients are reduced, layers cut, and experts spread. Two hosts of two ranks, or
 # four of one.
 RUNS = [
     ("fp32: neox on tp2 · dp2, ZeRO 1", 2, TWO_LEVEL),

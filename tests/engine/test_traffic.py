@@ -53,7 +53,7 @@ OFTEN = {
     "Muon: llama on dp2, ZeRO 1, four micro-batches",
     "fp32: recurrent depth on tp2, sequence parallel, selective recomputation",
 }
-# What has no formula: how many runs of the matrix, by the reason that is given.
+# Runs of the matrix without a formula, by the reason that is given.
 UNPREDICTED = {"there is no formula for a recurrent core at ZeRO 3 whose passes are drawn": 2}
 
 
@@ -162,7 +162,7 @@ def exact(own: TrafficPrediction, tally: Tally) -> list:
 
 
 def assert_at_most(counted: Tally, most: Tally, calls: frozenset[Call], same: frozenset[Call] = frozenset()) -> None:
-    """No more messages and bytes of these calls than there can be. Of those in `same` as many messages.
+    """No more messages and bytes of these calls than there can be. Of those in `same` the same number of messages.
 
     Args:
         same: calls whose bytes depend only on the data.
@@ -312,8 +312,8 @@ def test_a_part_without_a_formula_is_named():
     [(0, "fp32", "top_k", 1), (1, "bf16", "bf16", 1), (1, "fp32", "int8_block", 2), (2, "fp32", "fp16", 1)],
 )
 def test_compressed_gradients(stage: int, precision: str, wire: str, stages: int):
-    """The bytes follow the formulas, and the norm of the first step's gradients shows that they are averaged:
-    rounding to 16 bits changes it by less than 1 %, to 8 bits in a block by at most 2 * 16 / 254. Of top_k it is less.
+    """The bytes follow the formulas, and the norm of the first step's gradients shows that they are averaged. Rounding
+    to 16 bits changes it by less than 1 %, to 8 bits in a block by at most 2 * 16 / 254. Of top_k it is less.
     """
     name, ranks = "fp32: llama on dp2, ZeRO 2, four micro-batches", 2 * stages
     case = next(case for case in cases() if case.name == name)

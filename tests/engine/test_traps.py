@@ -35,7 +35,7 @@ def values_of(architecture: str, **sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_names_that_deepspeed_knows_are_in_its_source():
-    """It passes over a mistyped option without a word; rules/deepspeed.py has the names that it reads."""
+    """It ignores a mistyped option without a word. rules/deepspeed.py has the names that it reads."""
     import deepspeed
 
     source = "".join(path.read_text(errors="ignore") for path in Path(deepspeed.__file__).parent.rglob("*.py"))

@@ -20,7 +20,7 @@ from tests.workers import run
 
 LARGEST = 1_000_000  # elements of a tensor that is checked: only DeepSpeed's buckets have more
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, Enum)
-# What a step leaves behind that no later step reads, by the whole path without indices where it is reached.
+# State that a step leaves and no later step reads, by the whole path without indices where it is reached.
 WRITTEN_ANEW = {
     r"engine\.(clipping\.norm|losses\.\w+)": "numbers of the step",
     r".*\.(_gate|parts|self)\.(_prints(\.grad)?|_trial|_size|_prepared|found\.\w+)": "what the gate found of the step",

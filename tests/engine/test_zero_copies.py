@@ -43,7 +43,7 @@ def test_the_same_bits(limit: float):
 
 
 def addresses(values: dict, ranks: int) -> tuple[list, list, list]:
-    """Of the part of the weights that the rank updates, of its masters, and of the gradients in each of two steps, and
+    """Of the part of the weights that the rank updates, of its masters, and of the gradients in each of two steps. Also
     bytes that a file of DeepSpeed's would have of the masters and their own."""
     config, engine = runs.start(values, ranks)
     zero, gradients = engine.deepspeed.optimizer, list[list[int]]()

@@ -105,7 +105,7 @@ def by_transformers(tmp_path_factory):
 
 
 def _reference(kind: str, folder, path):
-    if kind == "rwkv7":  # nobody else's program: one process
+    if kind == "rwkv7":  # no other program: one process
         return run(1, on_layout, kind, folder, *LAYOUTS["one"])[0]
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM

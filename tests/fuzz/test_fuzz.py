@@ -3,9 +3,9 @@
 The seed of each pair is its number, so a miss can be run again: `pytest -m ""
 "tests/fuzz/test_fuzz.py::test_pair[17]"`. How far a layout may be off follows from what rounding does to one process.
 Some models turn half a last digit of a weight into a thousandth of a gradient norm two steps later. So a miss is
-followed by runs of one process with such weights, and a layout that is off by at most ten times their difference, in
-each step, is not to blame. A miss that is reported then still has a control: the same configuration in one process
-with other micro-batches.
+followed by runs of one process with such weights. A layout that is off by at most ten times their difference, in each
+step, is not to blame. A miss that is reported then still has a control: the same configuration in one process with
+other micro-batches.
 """
 
 from __future__ import annotations

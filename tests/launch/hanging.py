@@ -37,7 +37,7 @@ class Hang(Hook):
 
     def on_start(self, trainer: Trainer) -> None:
         self.passes = 0  # of layer 1 in the step at work
-        if self.kind == "layer":  # slow ones, that are told of
+        if self.kind == "layer":  # slow ones, which are reported
             for index, block in enumerate(trainer.engine.model.blocks):
                 block.mixer.register_forward_pre_hook(partial(self._in_layer, trainer, index))
         if os.environ.get("JOB_ATTEMPT", "0") != "0":

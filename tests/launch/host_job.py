@@ -52,7 +52,7 @@ class HostJob:
     """A running command.
 
     Args:
-        folder: where it runs. What gloo_worker notes is in `notes` there.
+        folder: where it runs. Notes of gloo_worker are in `notes` there.
         host: on which it is started.
         environment: where not that of the tests.
     """

@@ -58,7 +58,7 @@ def wait_for(what: Callable[[], bool], seconds: float, otherwise: Callable[[], o
     """Wait until something is true.
 
     Raises:
-        AssertionError: it did not come true in time. With what `otherwise` tells of it.
+        AssertionError: it did not come true in time. The message has the result of `otherwise`.
     """
     end = time.monotonic() + seconds
     while not what():

@@ -76,7 +76,7 @@ TORCHRUN = {
         ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, 0, 1, "127.0.0.1", "environment", 0)),
         # A batch script has SLURM_PROCID too, but is no task of a step.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "5"}, (0, 1, 0, 1, "127.0.0.1", "single", 0)),
-        # What the agent or torchrun says counts more than the allocation around it.
+        # The agent's or torchrun's environment has precedence over the allocation around it.
         ({**SLURM, **TORCHRUN}, (3, 4, 1, 2, "n1", "environment", 2)),
     ],
 )

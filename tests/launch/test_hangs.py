@@ -215,7 +215,7 @@ class Hung:
         return f"{self.kind} {self.seed}, {self.guilty}: {self.sentence}"
 
 
-# What makes ranks of a host sum through memory that they share: messages of 256 KiB, of gradients and activations.
+# Ranks of a host sum through memory that they share: messages of 256 KiB, of gradients and activations.
 LARGE = ("model.hidden_size=128", "training.sequence_length=512")
 
 

@@ -32,7 +32,7 @@ def plan(tmp_path, monkeypatch):
 
 def test_the_launcher_says_what_the_formulas_say(plan, monkeypatch, capsys):
     monkeypatch.setattr(devices, "name_of_first", lambda environment: H100)
-    monkeypatch.setattr(need, "PATIENCE", 600.0)  # on a busy machine an import alone may take longer than a user waits
+    monkeypatch.setattr(need, "PATIENCE", 600.0)  # on a busy machine an import may take longer than a user waits
     told = tell_need(plan)
     config = plan.resolved.config
     wanted = predict(config, 2, H100, 2).text(config.training.steps)

@@ -18,7 +18,7 @@ from .namespaces import wait_for
 from .slurm_cluster import Slurm
 
 pytestmark = [pytest.mark.tour, pytest.mark.limit(1200)]
-# What a machine without GPUs needs. Every command continues where the one before it has stopped.
+# Settings of a machine without GPUs. Every command continues where the one before it has stopped.
 SCALE = {"slots=8": "slots=1", "--ranks 8": "--ranks 1", "--gpus-per-node=8": "--ntasks-per-node=1"}
 STOPS = (2, 4, 6)
 

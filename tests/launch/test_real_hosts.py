@@ -19,7 +19,7 @@ from .host_job import looping, skip_without
 from .namespaces import PORT, Cluster, wait_for
 
 pytestmark = [pytest.mark.hosts, pytest.mark.limit(600)]
-# Every runner starts, and is told to stop, in `make test`. How the others take a death waits for `-m slow`.
+# Every runner starts, and stops by a signal, in `make test`. How the others take a death waits for `-m slow`.
 RUNNERS = ["ssh", *(pytest.param(name, marks=pytest.mark.slow) for name in ("openmpi", "pdsh", "mpich"))]
 
 

@@ -105,7 +105,7 @@ def test_a_batch_job_is_warned_saves_and_is_queued_again(slurm, tmp_path, sent_b
     wait_for(lambda: int(time.time()) > second + 1, 300, said)
 
     def started_again() -> bool:
-        # A job that was queued again waits for two minutes, if nobody says otherwise (and once Slurm has said so
+        # A job that was queued again waits for two minutes by default (and once Slurm has said so
         # itself).
         if slurm.run("login", state).stdout.strip() == "PENDING":
             slurm.run("login", ["scontrol", "update", f"JobId={number}", "StartTime=now"])

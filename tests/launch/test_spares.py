@@ -86,8 +86,8 @@ def test_a_spare_that_is_lost_itself_is_no_help(tmp_path):
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_agents_that_a_scheduler_starts_follow_the_plan(tmp_path, lost):
-    """srun starts an agent on each host of --nodelist and numbers them as it likes: each takes the place that its name
-    has in the plan, after a spare has come in and after every rank has moved to the next host."""
+    """srun starts an agent on each host of --nodelist and numbers them as it likes. Each takes the place of its name in
+    the plan, after a spare has come in and after every rank has moved to the next host."""
     plan = plan_of(tmp_path, 1, 2, 1, 2, spares=1)
     plan = replace(plan, choice=replace(plan.choice, runner="slurm"))
     plan = after_losing(plan, "node1") if lost else _elsewhere(plan)

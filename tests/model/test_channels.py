@@ -14,7 +14,7 @@ def test_a_channel_lives_from_its_maker_to_its_last_user():
     names = [sorted(each) for each in live_channels(used)]
     assert names == [["first"], ["first"], ["first", "value"], ["first", "value"], [], []]
     assert live_channels([{}, {}]) == [{}, {}, {}]
-    assert live_channels([{"value": value}]) == [{}, {}]  # who makes it alone needs no carrying
+    assert live_channels([{"value": value}]) == [{}, {}]  # a block that makes it needs no carrying
 
 
 @pytest.mark.parametrize("cut", [1, 2])

@@ -24,8 +24,8 @@ from tests.model.parity import named
 from tests.workers import run
 
 B, S = 2, 48
-# One architecture for each way in which a layer continues from a chunk: cached keys (windows, sinks, latents, shared,
-# compressed), states, convolutions, shifts, losses of experts, channels from layer to layer.
+# One architecture for each way in which a layer continues from a chunk: cached keys, states, convolutions, shifts,
+# losses of experts, channels from layer to layer. Keys are of windows, sinks, latents, shared or compressed.
 NAMES = [
     "gpt2",
     "gpt_oss",

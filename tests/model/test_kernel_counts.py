@@ -17,8 +17,8 @@ from megatron.model.kernels.compile import choose_compilation
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Of one block of each kind of the model, forward and backward: kernels at most, those of matrix products included.
-# What is written here is what torch 2.13 makes. More of them would be a block that is cut where it was not.
+# Of one block of each kind of the model, forward and backward: kernels at most, matrix products included.
+# The numbers here are torch 2.13's. More of them would be a block that is cut where it was not.
 KERNELS = {
     "tiny_bamba": 46,
     "tiny_blackmamba": 16,
@@ -114,8 +114,8 @@ def test_every_model_is_here_or_has_nothing_to_compile():
 
 
 def test_blocks_may_be_replayed(found: dict[str, dict]):
-    """As CUDA graphs, by what inductor asks of one: no operation that waits or has a shape of its own, and weights (two
-    norms and five matrices) at addresses of their own."""
+    """As CUDA graphs, by inductor's conditions: no operation that waits or has a shape of its own. Weights (two norms
+    and five matrices) have addresses of their own."""
     assert not found["tiny_llama"]["replayed"]
     replayed = found["tiny_llama+graphs"]["replayed"]
     assert len(replayed) == found["tiny_llama+graphs"]["graphs"] == 2

@@ -20,7 +20,7 @@ from tests.workers import run
 
 RANKS = 3
 PIECES = (11, 1, 1, 5, 1, 1)  # prompts in pieces, and single tokens. Of fewer tokens than ranks, too
-# Windows and sinks. Attention next to states; latents. Compressed keys and convolutions. Shared blocks. ALiBi and caps.
+# Windows and sinks. Attention next to states. Latents. Compressed keys and convolutions. Shared blocks. ALiBi and caps.
 NAMES = ["gpt_oss", "falcon_h1", "deepseek_v2", "zaya", "zamba2", "rwkv7_hybrid"]
 
 

@@ -36,7 +36,7 @@ OPERATIONS = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 
 @contextmanager
 def symmetric(wanted: bool) -> Iterator[list[str]]:
-    """What of torch's operations on symmetric memory is called, while they stand for a GPU's."""
+    """Calls of torch's operations on symmetric memory, while they stand for a GPU's."""
     called: list[str] = []
     if not wanted:
         yield called

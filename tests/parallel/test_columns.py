@@ -50,8 +50,8 @@ LLAMA: dict[str, Any] = {
 }
 
 
-# Recurrences that go with columns, where something is whole over rows or columns: one group of B and C, fewer heads of
-# keys than rows, a head of Mamba on two rows, matrices of low rank, norms inside.
+# Recurrences that go with columns, where something is whole over rows or columns. That is one group of B and C, fewer
+# heads of keys than rows, a head of Mamba on two rows, matrices of low rank, norms inside.
 MIXERS: dict[str, Any] = {
     **LLAMA,
     "model": {
@@ -291,8 +291,8 @@ def test_a_cut_in_two_directions_covers_the_tensor(shape: tuple[int, ...], cut: 
 
 @pytest.mark.parametrize("rows, columns", [(1, 2), (2, 2), (2, 4), (1, 8)])
 def test_numbers_on_the_wire_are_those_of_the_formulas(rows: int, columns: int):
-    """Of a block of latent attention and experts, per token: the formulas of docs/layouts.md for the columns, and two
-    sums of the stream for each of the layers on the rows. tests/engine/test_traffic.py counts such messages."""
+    """Of a block of latent attention and experts, per token. They are the formulas of docs/layouts.md for the columns,
+    and two sums of the stream for each layer on the rows. tests/engine/test_traffic.py counts such messages."""
     H, n, N, P, V, R, Q, E, k, f, s = 64, 4, 6, 4, 8, 24, 16, 8, 3, 32, 40
     mla = {"heads": n, "nope_dim": N, "rope_dim": P, "value_dim": V, "kv_rank": R, "query_rank": Q}
     moe = {"experts": E, "top_k": k, "hidden_size": f, "shared_size": s, "losses": {"balance": 0.0}}

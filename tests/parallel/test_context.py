@@ -1,4 +1,5 @@
-"""Attention and recurrences over a sequence whose tokens ranks share, against one rank that has all of them; float64.
+"""Attention and recurrences over a sequence whose tokens ranks share, against one rank that has all of them, in
+float64.
 
 Training runs on such layouts are in tests/layouts.yml.
 """

@@ -1,4 +1,4 @@
-"""Matrices that neighbours among the replicas share by rows and gather whole, against one rank; float64.
+"""Matrices that neighbours among the replicas share by rows and gather whole, against one rank, in float64.
 
 Training runs on such layouts are in tests/layouts.yml, and tests/engine/test_traffic.py counts their messages.
 """
@@ -220,9 +220,9 @@ GOLDEN = {  # of a block of H = 1024 and T = 16,384 tokens of all ranks: element
 @pytest.mark.parametrize("rows, columns, depth", GOLDEN)
 def test_numbers_on_the_wire_are_those_of_the_paper(rows: int, columns: int, depth: int):
     """Per rank, as AxoNN's own layers send them (Singh et al. 2023): sums over columns of a block's 8 H outputs over
-    the rows, forward, and of the inputs of attention's output and the down projection, backward, sums over rows of the
-    stream, and two gathers and a scatter of 12 H^2 numbers over depth. An all-reduce of m over n sends 2 (n - 1) / n m,
-    the others half. Exact norms send two numbers more per token and norm."""
+    the rows, forward, and of the inputs of attention's output and the down projection, backward. Also sums over rows of
+    the stream, and two gathers and a scatter of 12 H^2 numbers over depth. An all-reduce of m over n sends 2 (n - 1) /
+    n m, the others half. Exact norms send two numbers more per token and norm."""
     config = resolve(
         {
             "model": {

@@ -22,7 +22,7 @@ FORMATS = {E4M3: (3, -6, 7), E5M2: (2, -14, 14)}  # bits of mantissa, least norm
 
 
 def by_hand(x: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
-    """The format's rounding of x under a power of two that brings the largest to [2^top, 2^(top + 1)); float64."""
+    """The format's rounding of x under a power of two that brings the largest to [2^top, 2^(top + 1)), in float64."""
     mantissa, least, top = FORMATS[dtype]
     values = x.double().numpy()
     scale = 2.0 ** (math.floor(math.log2(np.abs(values).max())) - top)
@@ -143,8 +143,8 @@ def gradients(products: str, dtype: torch.dtype, **training) -> tuple[float, tor
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_model(recompute: str):
-    """A number of e4m3 is off by at most 2^-4, by 2^-4 / sqrt(12) to 2^-4 / sqrt(3) in the mean square, and a gradient
-    here stands behind at most 16 rounded factors: 4 times that."""
+    """A number of e4m3 is off by at most 2^-4, by 2^-4 / sqrt(12) to 2^-4 / sqrt(3) in the mean square. A gradient here
+    stands behind at most 16 rounded factors: 4 times that."""
     exact, wanted = gradients("compute", DOUBLE)
     plain_loss, plain_gradient = gradients("compute", torch.bfloat16)
     loss, found = gradients("fp8", torch.bfloat16, activation_checkpointing={"mode": recompute})
@@ -183,8 +183,8 @@ RANKS = {
 )
 def test_on_ranks(name: str):
     """Sums in another order (1e-6) bring one number in 10^5 over the middle between two 8-bit ones, which are 2^-3
-    apart: 4e-4 in the mean square. Where activations are summed so, what that makes of the next layer's numbers decides
-    about their rounding in turn, so differences grow over layers, at most to those of the roundings themselves.
+    apart: 4e-4 in the mean square. Where activations are summed so, the next layer's numbers and their rounding change
+    in turn. So differences grow over layers, at most to the size of the roundings themselves.
     """
     recipe = {
         "optimizer": {"type": "sgd", "lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0, "gradient_clipping": 1e9},

@@ -1,4 +1,4 @@
-"""Matrices whose rows the ranks of a sequence share, against one rank that has them whole; float64.
+"""Matrices whose rows the ranks of a sequence share, against one rank that has them whole, in float64.
 
 Training runs on such layouts are in tests/layouts.yml, and tests/engine/test_traffic.py counts their messages.
 """
@@ -152,7 +152,7 @@ def test_bytes_of_the_paper(ranks: int):
             if call.layer.startswith("layers.1") and call.group == "context":
                 sent[call.phase] += wire_bytes(call.operation, call.ranks, size)
         assert sent["forward"] == pytest.approx(share * (weights + keys_and_values), rel=1e-12)
-        # the weights once more and their gradients, and those of keys and values
+        # the weights once more and their gradients, and the ones of keys and values
         assert sent["backward"] == pytest.approx(share * (2 * weights + keys_and_values), rel=1e-12)
 
 

@@ -72,8 +72,8 @@ def results(dtype: torch.dtype, length: int) -> dict[str, torch.Tensor]:
 
 
 def off_by(found: torch.Tensor, terms: torch.Tensor) -> float:
-    """The error of a sum over ranks, as a share of what its roundings allow: each of n - 1 additions is off by at most
-    half a last digit of a partial sum, which is at most the sum of magnitudes."""
+    """The error of a sum over ranks, as a share of the bound of its roundings. Each of n - 1 additions is off by at
+    most half a last digit of a partial sum, which is at most the sum of magnitudes."""
     wide = terms.double()
     magnitude = wide.abs().sum(0)
     unit = 0.0 if not terms.is_floating_point() else torch.finfo(terms.dtype).eps / 2

@@ -171,7 +171,7 @@ def late(seconds: float) -> str:
             dist.barrier()
             return ""
         errors = []
-        for _ in range(2):  # and again at once: nobody knows any more who is where
+        for _ in range(2):  # and again at once: no rank knows the others' places any more
             with pytest.raises(RuntimeError) as error:
                 dist.all_reduce(torch.ones(100), group=group)
             errors.append(str(error.value))

@@ -1,4 +1,4 @@
-"""Collectives that are noted in the beacon: of which group, which operation, on how many elements, and each once."""
+"""Collectives that are noted in the beacon, each once: the group, the operation and the number of elements."""
 
 from __future__ import annotations
 

@@ -147,8 +147,8 @@ def test_a_trace_has_the_products_of_the_shapes(trace):
     assert sum(each.seconds for each in whole.bands) == pytest.approx(whole.wall, rel=1e-12)
 
 
-# Forward and twice backward, of 8 x 16 tokens: 3 blocks of queries (32 x 32), keys and values (16 x 32 each), output
-# (32 x 32) and a network of twice 32 x 128, and a head of 257 x 32.
+# Forward and twice backward, of 8 x 16 tokens, through 3 blocks and a head of 257 x 32. A block has queries (32 x 32),
+# keys and values (16 x 32 each), output (32 x 32) and a network of twice 32 x 128.
 PRODUCTS = 3 * 2 * 8 * 16 * (3 * (32 * 32 + 2 * 16 * 32 + 32 * 32 + 2 * 32 * 128) + 257 * 32)
 
 

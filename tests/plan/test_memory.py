@@ -94,7 +94,7 @@ def test_norms_over_columns_keep_their_inputs_only(columns):
 
 def test_what_compressed_gradients_leave_out():
     values = merged(DENSE, {"parallel": {"communication": {"compress": {"data": "int8_block"}}}})
-    passing = "buckets", "gradients"  # of which the sums are equal, and all else is gone between steps
+    passing = "buckets", "gradients"  # whose sums are equal, and all else is gone between steps
     more = planned(values, 2, *passing) - planned(DENSE, 2, *passing)
     assert rehearsed(values, 2)[1] - rehearsed(DENSE, 2)[1] == pytest.approx(more, rel=0.02)
 

@@ -78,7 +78,7 @@ def test_errors_of_runs_alike_are_taken_away():
     for change in ({"device": "other"}, {"compute": "bf16"}, {"predicted": Need(9.0, 1e9)}):
         assert correction(slow, replace(RUN, **change))[1] == 0
     mamba = [took(10.0, 1e9, kinds=("mamba",)) for _ in range(4)]
-    assert correction([*slow, *mamba], RUN)[0].seconds == pytest.approx(3.0)  # its own kinds of layers alone
+    assert correction([*slow, *mamba], RUN)[0].seconds == pytest.approx(3.0)  # only its own kinds of layers
     assert correction(mamba, RUN)[0].seconds == pytest.approx(10.0)  # others, where there is nothing else
     found = errors([*slow, took(3.0, 2e9)])["cpu", "fp32"]
     assert (found.runs, found.corrections) == (4, 1) and found.alone.seconds == pytest.approx(2.0)

@@ -28,7 +28,7 @@ from tests.training.matrix import Case, cases, merged
 from tests.workers import run
 
 BOUND = 0.05  # of the peak, which is promised. Most agree to the byte
-# Small, since those of a run's size are larger than all else in models of a few thousand parameters.
+# Small, since a run's buckets are larger than all else in models of a few thousand parameters.
 BUCKETS = {"zero": {"bucket_size": 2000}}
 
 OFTEN = {
@@ -119,7 +119,7 @@ def test_a_ledger_knows_what_lives_and_what_lived_at_the_peak():
         torch.zeros(3, 4) @ torch.zeros(4, 5)
         assert ledger.flops == {place: 2 * 3 * 4 * 5}
         del a, c, d
-        shape = torch.zeros(1000, device="meta")  # has a storage of 4000 bytes, of which none exists
+        shape = torch.zeros(1000, device="meta")  # has a storage of 4000 bytes that does not exist
         with FakeTensorMode():
             fake, noted = torch.zeros(1000), torch.zeros(1000, device="meta")
         assert shape.untyped_storage().nbytes() == noted.untyped_storage().nbytes() == 4000

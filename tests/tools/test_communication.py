@@ -179,8 +179,8 @@ def test_what_is_predicted_at_most():
 
 
 def check_trace(trace: dict) -> None:
-    """By the Trace Event Format: complete events with their keys, slices of a thread inside each other or apart, names
-    of all threads, and flows of one start and one later end inside slices."""
+    """By the Trace Event Format: complete events with their keys, slices of a thread inside each other or apart, and
+    names of all threads. Flows have one start and one later end inside slices."""
     events = trace["traceEvents"]
     threads, flows, named = {}, {}, set()
     for event in events:

@@ -1,11 +1,11 @@
 """Which cases of tests/layouts.yml `make layouts` trains, and which wait for `make test-slow`.
 
-Most cases differ from others in what they combine, not in what they run through. Those that are chosen go through all
-of it: each architecture meets each mechanism that it is listed with, each recipe meets each of its layouts, and in each
-recipe and part of the matrix each two mechanisms meet that some case has together. A defect of a mechanism, of an
-architecture under a mechanism, or of two mechanisms together is then seen by a case that was chosen. Only the slow
-cases find defects of one architecture under two mechanisms at once. Groups of runs with `slow: true` all wait: where a
-recipe differs only by the optimizer, a few cases go through all that it changes.
+Most cases differ from others in what they combine, not in what they run through. The chosen cases cover all of it: each
+architecture meets each mechanism that it is listed with, and each recipe meets each of its layouts. In each recipe and
+part of the matrix each two mechanisms meet that some case has together. A defect of a mechanism, of an architecture
+under a mechanism, or of two mechanisms together is then seen by a case that was chosen. Only the slow cases find
+defects of one architecture under two mechanisms at once. Groups of runs with `slow: true` all wait: where a recipe
+differs only by the optimizer, a few cases go through all that it changes.
 """
 
 from __future__ import annotations

@@ -42,9 +42,9 @@ def compare(case: Case) -> None:
 
 
 def check(case: Case, results: list[tuple]) -> dict[str, float]:
-    """Within the bounds of the recipe, and some times what rounding does to one process: ten times for a single number,
-    whose rounding may happen to be small (a tensor of one element is one, too). Five times for a larger tensor, in
-    whose norm there is no luck.
+    """Within the bounds of the recipe, and a multiple of the effect of rounding on one process. It is ten times for a
+    single number, whose rounding may happen to be small (a tensor of one element is one, too). Five times for a larger
+    tensor, in whose norm there is no luck.
 
     Args:
         results: of `runs.train` on each rank.

@@ -166,9 +166,9 @@ def plainly(values: dict[str, Any], exact: bool = False, shaken: int | None = No
 
     Args:
         exact: compute in float64 (a bf16 run in fp32, from the same rounded weights): what `plainly` differs from it is
-            the rounding of one process, which tells how far the roundings of layouts may be apart.
-        shaken: seed of changes to the initial weights of half a last digit of fp32, which are what any rounding is to
-            the steps after it: how far these runs are apart is how sensitive the model is.
+        the rounding of one process. It bounds the distance of the roundings of layouts. shaken: seed of changes to the
+        initial weights of half a last digit of fp32, as any rounding is to the steps after it. The distance of these
+        runs is the sensitivity of the model.
     """
     from megatron.model.stack import build_model
     from megatron.parallel.layout.precision import COMPUTE_TYPES

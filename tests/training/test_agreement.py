@@ -8,7 +8,7 @@ from tests.checkpoint.model import Together
 
 
 def found(other: set[int], size: int = 5) -> tuple[list[object], int]:
-    """What each rank says if those of `other` have another configuration, and the number of gathers."""
+    """Error of each rank if the ranks of `other` have another configuration, and the number of gathers."""
     together, told = Together(size), []
 
     def work(member) -> None:

@@ -1,6 +1,6 @@
 """Every kind of layer with all of its options on, cut by tensor parallelism and by ZeRO 3 at once.
 
-ZeRO 3 gathers a parameter when it is read, on all ranks together: a rank that reads one by itself, or outside of the
+ZeRO 3 gathers a parameter when it is read, on all ranks together. A rank that reads one by itself, or outside of the
 module that has it, stops the run in its first step. Options add parameters, so each is on here.
 """
 

@@ -87,7 +87,7 @@ def test_metrics_have_each_group(found):
     assert len(steps) == 4
     for line in steps:
         pipeline = line["communication"]["pipeline"]
-        # 4 micro-batches of 16 x 32 floats. The first step tells the shape, in 256 integers
+        # 4 micro-batches of 16 x 32 floats. The first step sends the shape, in 256 integers
         first = line["step"] == 0
         assert counts(pipeline["send"]) == (4 + first, 4 * 16 * 32 * 4 + 1024 * first)
         assert counts(pipeline["recv"]) == (4, 4 * 16 * 32 * 4)

@@ -37,7 +37,7 @@ CASES = {
     "two stages per rank": (2, DEEP, {"pipeline": 2, "stages_per_rank": 2, "schedule": "interleaved"}, 1, "fp32"),
     "experts": (2, MOE, {"expert": 2}, 1, "fp32"),
 }
-STEP, AFTER = 2, 3  # the signal comes in this step, after so many looks
+STEP, AFTER = 2, 3  # the signal comes in this step, after this number of checks
 
 
 def job(folder: str, case: str, stop_at: int | None, at: int | None, moment: int):

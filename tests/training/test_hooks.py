@@ -110,8 +110,8 @@ def test_wall_time_stops_and_minutes_save(tmp_path):
     )
     trainer.clock = Clock(hands)
     outcome = run(trainer)
-    # Before step s the clock shows s minutes. A request made there is heard with the numbers of step s, after which
-    # s + 1 steps are done and the clock shows s + 1. So: request at 3, saved at 4. Request at 7, saved at 8. Stop
+    # Before step s the clock shows s minutes. A request made there is received with the numbers of step s.
+    # Then s + 1 steps are done and the clock shows s + 1. So: request at 3, saved at 4. Request at 7, saved at 8. Stop
     # requested at 10.
     assert trainer.saver.saved == [4, 8, 11] and outcome.step == 11
     assert outcome.reason == "training.stop_after: 10 minutes"

@@ -81,7 +81,7 @@ def test_a_run_saves_when_the_interval_is_over(tmp_path: Path, monkeypatch: pyte
     ]
     assert saves[0][0] == 6 and {reason for _, reason in saves} == {"the interval that loses least time"}
     gaps = {later - earlier for (earlier, _), (later, _) in zip(saves[:-1], saves[1:])}
-    wanted = best_interval(0.5, 36000.0) / 60  # steps, of which it takes one more until the signal is known
+    wanted = best_interval(0.5, 36000.0) / 60  # steps. It takes one more until the signal is known
     assert gaps <= {int(wanted) + 1, int(wanted) + 2}, (gaps, wanted)
 
 

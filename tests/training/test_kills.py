@@ -61,7 +61,7 @@ def train(words: list[str], variables: dict[str, str]) -> None:
 
 
 class Forked:
-    """A fork of a server that has imported everything and has no threads: one of this process could find a lock held
+    """A fork of a server that has imported everything and has no threads. A fork of this process could find a lock held
     by a thread that does not exist in it, and a new interpreter takes seconds for torch."""
 
     def __init__(self, words: list[str], variables: dict[str, str]) -> None:

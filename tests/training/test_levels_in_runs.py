@@ -23,8 +23,8 @@ STEPS = ("evaluation.every=null", "evaluation.at_end=false", "checkpoint.every=n
 
 
 def interrupted(folder: str) -> list[list[dict]]:
-    """On every rank: a run that is left alone, and one whose copies outlive it, as if it had been killed after a step,
-    and which is begun again with nothing but them, then once more with a newer checkpoint next to them."""
+    """On every rank: an undisturbed run, and one whose copies outlive it, as if it had been killed after a step. The
+    second begins again with nothing but them, then once more with a newer checkpoint next to them."""
     whole = job(folder, 2, *STEPS, f"run.dir={folder}/whole")
     level = json.dumps([
         {"place": "memory", "path": f"{folder}/memory", "every": 3},

@@ -182,7 +182,7 @@ def test_resumed_within_a_stage_to_the_last_bit(tokens, staged, tmp_path) -> Non
 
 
 def test_the_same_tokens_as_without_stages(tokens, staged, tmp_path) -> None:
-    """A step's tokens, with the label after the last, do not depend on the schedule; where.py and batch.py know it."""
+    """A step's tokens, with the label after the last, do not depend on the schedule. where.py and batch.py know it."""
     config = run_config(staged[0])
     plain = config.model_copy(update={"training": config.training.model_copy(update={"sequence_schedule": []})})
     ours, theirs = Provenance(config), Provenance(plain)

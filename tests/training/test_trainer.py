@@ -270,5 +270,5 @@ def test_pictures_and_words_at_the_end(tmp_path, capsys):
         "12 steps, 384 tokens",
     ):
         assert text in out
-    assert "MFU" not in out  # nobody can name the peak of a CPU
+    assert "MFU" not in out  # the peak of a CPU is unknown
     json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])

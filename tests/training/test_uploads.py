@@ -132,7 +132,7 @@ def test_half_an_upload_is_never_taken_and_what_a_store_has_lost_is_passed_over(
     memory.rm(f"/{bucket}/step_00000004/manifest.json")  # as of an upload that was cut
     memory.rm(f"/{bucket}/step_00000003/data/0000/rank_00000.safetensors")
     step, why = run.restart()
-    assert step == 3 and "step_00000004: it is gone" in why  # of the folder: the store is asked for newer ones alone
+    assert step == 3 and "step_00000004: it is gone" in why  # of the folder: the store is asked only for newer ones
     shutil.rmtree(tmp_path / "run/checkpoints")
     step, why = run.restart()
     assert step == 2 and "step_00000004: it is gone" in why and "step_00000003: damaged" in why

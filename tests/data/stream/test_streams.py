@@ -111,7 +111,7 @@ def test_batches_are_the_token_files(tmp_path):
 
 
 def test_samples_while_the_file_grows(tmp_path, monkeypatch):
-    """Every sample, read as soon as it can be. Each look at the progress finds some further documents."""
+    """Every sample, read as soon as it can be. Each check of the progress finds some further documents."""
     folder = write_texts(tmp_path / "raw")
     whole = tokenized(folder, tmp_path / "whole")
     settings = settings_of(folder, tmp_path / "part")

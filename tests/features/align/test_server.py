@@ -113,7 +113,7 @@ def test_a_server_draws_by_the_weights_of_each_round(tmp_path):
     assert all(len({str(text["completion"]) for text in texts}) > 1 for texts in groups)
     rounds = sorted((tmp_path / "run/rollouts").iterdir())
     kept = [each.read_bytes() for each in rounds]
-    again = own_values(tmp_path, "http://127.0.0.1:9", evaluate=None)  # nobody listens, and no round is drawn again
+    again = own_values(tmp_path, "http://127.0.0.1:9", evaluate=None)  # without a listener, and no round is drawn again
     again["align"]["server"] = {"url": url, "type": "sglang"}
     again["checkpoint"] = {"resume": "none"}
     with pytest.raises(Exception, match="cannot be asked"):

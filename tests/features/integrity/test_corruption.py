@@ -62,7 +62,7 @@ class Flip(Hook):
             return
         state = trainer.engine.state
         if self._state == "weight":
-            weights = [*trainer.engine.module.parameters()]  # gathered: a gather that still runs would mend the bit
+            weights = [*trainer.engine.module.parameters()]  # gathered: a gather that still runs would repair the bit
             data = weights[-1].detach().view(-1)
         else:
             held = [each for each in state.targets() if each.state == self._state]

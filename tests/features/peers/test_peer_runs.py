@@ -86,8 +86,9 @@ def test_decoupled_peers_on_other_layouts_and_their_replay(tmp_path):
 
 
 def test_a_killed_peer_returns_and_the_ledger_repeats_the_run(tmp_path):
-    """b dies in round 2. a continues without it. b returns from its checkpoint of step 3 (in round 1), repeats the rest
-    of that round, skips to round 4, and contributes again. The replay has the same ledger without a fault."""
+    """b dies in round 2. a continues without it. b returns from its checkpoint of step 3 (in round 1) and repeats the
+    rest of that round. Then it skips to round 4, and contributes again. The replay has the same ledger without a
+    fault."""
     shared = tmp_path / "faulty/shared"
     steps, save = "training.steps=12", "checkpoint.every=3"
     with Company(tmp_path, {"a": 1, "b": 1}, every=2, algorithm="sparseloco", state_every=2) as company:

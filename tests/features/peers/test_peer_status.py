@@ -1,4 +1,4 @@
-"""What `deepy status` says about peers, from the ledger of a run."""
+"""Lines of `deepy status` about peers, from the ledger of a run."""
 
 from __future__ import annotations
 

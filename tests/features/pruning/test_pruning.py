@@ -163,7 +163,7 @@ def test_it_is_dense_training_with_masks(outcomes, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_states_and_sums_are_as_short_as_the_formula_says(outcomes, name):
-    """With t tensor and d data parallel ranks, k kept elements and r others on a tensor parallel rank: AdamW has
+    """Let a tensor parallel rank have k kept elements and r others, with t tensor and d data parallel ranks. AdamW has
     2 (k + r) / d states at ZeRO 1 and 2 (k + r) at ZeRO 0, SGD half of them, and the sum has k + r numbers of fp32."""
     ranks, own = CASES[name]
     config = resolve(overlay(PLAIN, own), ranks=ranks)

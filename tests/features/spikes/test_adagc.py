@@ -117,8 +117,8 @@ def norms(folder: Path, name: str, step: int) -> dict[str, float]:
 
 
 def moved(folder: Path, name: str, step: int) -> dict[str, tuple[float, float]]:
-    """By what each tensor's clipped gradient moved it, and how far that may be off: with plain descent the change is it
-    times the rate, and each weight is rounded to half its last digit."""
+    """By what each tensor's clipped gradient moved it, and the bound of that: with plain descent the change is it times
+    the rate. Each weight is rounded to half its last digit."""
     before, after = (tensors(folder, each, name) for each in (step, step + 1))
     eps = torch.finfo(torch.float32).eps
     return {

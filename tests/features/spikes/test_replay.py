@@ -72,7 +72,7 @@ def test_an_audit_changes_nothing_and_sees_one_wrong_bit(layout: str, tmp_path: 
     told = events(tmp_path, "run", "audit")
     assert [each["step"] for each in told] == [3, 7, 11, 15, 19] and all(each["equal"] for each in told)
     spoilt = train(tmp_path, "spoilt", path, *options, "training.audit=4", fault(1.3, True), ranks=ranks)
-    assert losses(spoilt) == losses(plain)  # the wrong one was the first, which nobody used
+    assert losses(spoilt) == losses(plain)  # the wrong one was the first, which was not used
     told = {each["step"]: each for each in events(tmp_path, "spoilt", "audit")}
     assert [step for step, each in told.items() if not each["equal"]] == [BAD]
     assert told[BAD]["losses"] == [ranks - 1], "the rank that computed it"

@@ -1,5 +1,5 @@
-"""Spikes in whole runs: a bad batch is planted in a file of tokens, and what a policy makes of it is compared with a
-run on a file that never had it."""
+"""Spikes in whole runs: a bad batch is planted in a file of tokens. A policy's result is compared with a run on a file
+that never had it."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ def test_a_rollback_equals_data_without_these_batches(layout: str, tmp_path: Pat
     events = {entry["event"]: entry for entry in read_ledger(ledger)}
     assert events["spike"]["step"] == BAD and events["spike"]["action"] == "rollback"
     assert events["rollback"]["to"] == 9 and events["rollback"]["left_out"] == [[BAD - 1, 3]] == left_out(ledger)
-    # What was trained is a function of the configuration and the ledger.
+    # The training is a function of the configuration and the ledger.
     provenance = Provenance(run_config(tmp_path / "run"), left_out=LeftOut.of(left_out(ledger)))
     for step, written in batch_hashes(ledger).items():
         assert f"{step_hash(provenance.step(step)):016x}" == written
     source = provenance.source(dirty)
     assert provenance.seen(source, BAD * BATCH) == [] and provenance.seen(source, 13 * BATCH) == [(10, 0)]
-    # Elsewhere the configuration alone says it.
+    # Elsewhere only the configuration says it.
     if ranks == 1:
         again = train(tmp_path, "again", dirty, f"data.left_out=[{{step: {BAD - 1}, batches: 3}}]")
         assert losses(again) == losses(expected)

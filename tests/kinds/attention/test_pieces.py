@@ -73,4 +73,4 @@ def test_what_is_masked_is_not_computed(monkeypatch):
         q = torch.zeros(1, 1, pieces * ring.PIECE, 1)
         seen.clear()
         attend(q, q, q, Pattern(1.0, window=2 * ring.PIECE))
-        assert len(seen) == 3 * pieces - 3  # of each piece's queries: its own keys, and those of two pieces before
+        assert len(seen) == 3 * pieces - 3  # of each piece's queries: its own keys, and keys of two pieces before

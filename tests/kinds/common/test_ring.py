@@ -128,7 +128,7 @@ def sent(zigzag: bool, together: int, window: int | None, separate: bool) -> dic
     ("zigzag", "together", "window", "separate", "hops"),
     [
         (True, 1, None, False, [3, 3, 3, 3]),  # every rank has early and late tokens
-        (False, 1, None, False, [3, 2, 1, 0]),  # the last tokens are read by nobody else
+        (False, 1, None, False, [3, 2, 1, 0]),  # the last tokens are read by no other rank
         (False, 1, 5, False, [1, 1, 1, 0]),
         (False, 1, None, True, [0, 0, 0, 0]),  # a document per rank
         (True, 2, None, False, [1, 1]),
@@ -142,7 +142,7 @@ def test_bytes_are_those_of_the_formula(zigzag, together, window, separate, hops
         place = rank // together
         # The keys of the member `step` places before pass through here if they go further.
         passed = sum(hops[(place - step) % count] > step for step in range(count))
-        # Their gradients come with them, and go on or home.
+        # Their gradients come with them, and move on or home.
         gradients_ = sum(hops[(place - step) % count] >= step for step in range(1, count))
         assert found["forward"] == (passed, passed * size)
         assert found["backward"] == (passed + gradients_, (passed + gradients_) * size)

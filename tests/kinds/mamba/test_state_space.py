@@ -352,7 +352,7 @@ def test_initial_values_are_the_published_ones():
         ):
             values = weights[tensor]
             assert 0.98 * limit < values.abs().max() <= limit and abs(values.std() / limit - 3**-0.5) < 0.03, tensor
-    for heads in (1, 4):  # each reads its own channels alone
+    for heads in (1, 4):  # each reads only its own channels
         model["mamba"] = {"heads": heads}
         weights = {name: p.detach() for name, p in named(build_model(resolve({"model": model, **training}))).items()}
         values, limit = weights[f"{one}.dt_bc.weight"], (heads / 512) ** 0.5

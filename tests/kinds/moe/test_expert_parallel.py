@@ -172,7 +172,7 @@ def crossing(place, share=lambda token: 0) -> int:
 
     Args:
         place: the expert parallel rank of an expert.
-        share: what else tells apart the ranks of a data parallel index, as a function of the token.
+        share: further difference between the ranks of a data parallel index, as a function of the token.
     """
     rows = 0
     for data in range(2):

@@ -204,8 +204,8 @@ def test_each_expert_is_a_matrix_of_its_own():
 
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_auxiliary_losses(top_k: int):
-    """Of two layers with coefficients of their own: the balancing loss against transformers' (which pools layers and
-    does not divide by k, so it is asked layer by layer), the others against their formulas. The added loss, and its
+    """Of two layers with coefficients of their own: the balancing loss against transformers', the others against their
+    formulas. Theirs pools layers and does not divide by k, so it is called layer by layer. The added loss, and its
     gradient.
     """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func

@@ -12,7 +12,7 @@ from megatron.model.costs.describe import layers, totals
 from megatron.model.stack import build_model
 from tests.model.test_configs import settings
 
-# Parameters, and of them active ones: published numbers or, to the last digit, those of the released shapes.
+# Parameters, and of them active ones: published numbers or, to the last digit, numbers of the released shapes.
 SIZES = {
     "mixtral/8x7b": (46_702_792_704, 12_879_925_248),
     "olmoe/1b_7b": (6_919_161_856, 1_282_017_280),

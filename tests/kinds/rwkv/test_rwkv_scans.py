@@ -69,7 +69,7 @@ def inputs7() -> list[torch.Tensor]:
     return [*inputs, draw(Bs, h, N, N, seed=6)]
 
 
-# In the plain suite "one" has chunks of 5, inside of which a document begins.
+# In the plain suite "one" has chunks of 5. A document begins inside one.
 @pytest.mark.parametrize(("documents", "chunk"), covering(["one", "none", "all", None], [5, 64, 1]))
 def test_wkv7(chunk: int, documents: str | None):
     starts = starts_of(documents)
@@ -114,7 +114,7 @@ def test_wkv7_keeps_its_digits_where_keys_repeat_and_decays_are_fastest(fast: bo
     check(partial(wkv7, chunk=128), recurrence, inputs, ["r", "log_w", "k", "v", "a", "b"])
 
 
-# 4: a token keeps e^-50 of what was; -5: hardly anything is lost
+# 4: a token keeps e^-50 of the past. -5: hardly anything is lost
 @pytest.mark.parametrize(
     ("shift", "documents", "chunk"), covering([0.0, 4.0, -5.0], [None, "none", "all", "one"], [1, 5, 9, 64])
 )

@@ -113,7 +113,7 @@ TOKENS = 8192  # of a micro-batch
 
 
 def wide(name: str, layers: int, passes: int = 1, chunk: int = 1024) -> str:
-    """The name of the case of a compiled model: so many layers and micro-batches, and tokens in a chunk of the loss."""
+    """The name of the case of a compiled model: its layers and micro-batches, and tokens in a chunk of the loss."""
     return f"{name}, compiled, {layers} layers, {passes} micro-batches, loss of {chunk}"
 
 

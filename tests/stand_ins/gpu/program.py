@@ -31,7 +31,7 @@ WATCHER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long
 
 
 class Counts:
-    """What the device was asked for since the last `take`."""
+    """Calls of the device since the last `take`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._begin()
@@ -91,7 +91,7 @@ def pretend_ranks(ranks: int) -> None:
     here = min(ranks, 8)
     os.environ.update(RANK="0", WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(here))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999", STAND_IN_GPUS=str(here))
-    # The host waits for sizes of messages. What it reads is zero, so they are then as in a rehearsal.
+    # The host waits for sizes of messages. It reads zeros, so they are then as in a rehearsal.
     dispatch.hasattr = lambda counts, _: len(counts.tolist()) > 0
     base.float = lambda weight: float(weight) or 1.0  # and for the weight of all labels
     world.open_store = lambda *_, **__: dist.HashStore()

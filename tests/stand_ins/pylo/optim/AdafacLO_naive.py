@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 TIMES = (1, 3, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
-# What training has added to the coefficients of the averages, as logarithms of what they leave, in tenths.
+# Numbers that training has added to the coefficients of the averages, as logarithms of 1 minus them, in tenths.
 LEARNED = {
     "mom": ((0.9, 0.99, 0.999), (0.15216392, 0.14245212, 0.06812963)),
     "rms": ((0.999,), (0.01079706,)),
