@@ -93,6 +93,20 @@ def test_other_sums_take_few_kernels_of_torch(stage: int, compute: str, reduce: 
         assert not different and calls > 4
 
 
+def alone(stage: int, compute: str) -> list[str]:
+    """Names of what differs in any bit between sums in few kernels and single ones, with one gradient in a pass."""
+    found = []
+    for few in (False, True):
+        with mock.patch.object(scattered, "on_gpu", lambda optimizer, few=few: few):
+            found.append(train(2, 1e3, stage, compute, alone=True))
+    return [name for name, values in found[0].items() if not values.equal(found[1][name])]
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(1, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16")])
+def test_a_gradient_that_is_the_last_of_a_pass_and_the_first_of_the_next(stage: int, compute: str):
+    assert on_ranks(2, alone, stage, compute) == [[], []]
+
+
 needs_triton = pytest.mark.skipif(not installed("triton"), reason="needs triton")
 
 

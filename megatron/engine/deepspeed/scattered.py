@@ -172,6 +172,7 @@ class ScatteredGradients:
                 self._sums = False
 
         zero.reduce_gradients = zero.overlapping_partition_gradients_reduce_epilogue = reduced
+        zero.backward_prologue = self._release  # a gradient that stayed would be part of the next one
         zero._get_preflattened_grad_partition = lambda group: self.buckets[group].own
         zero.scaled_global_norm = lambda norm_type=2: norm_of_parts(zero)
 
