@@ -7,6 +7,7 @@ python -m tests.style --folder DIR    the table for another project's README, do
 
 Areas: one per page of documentation. For Python: docstrings, comments and messages, once each for the package, bench,
 tools, examples and tests. Messages are all other strings of three or more words, such as help and error texts.
+Comments of YAML files are one area.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ SENTENCE = re.compile(  # before a capital, a number, code, or an entry "name: .
     r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`]|\w+(?:, \w+)*: )"
 )
 ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.)\s+|^\s*#+\s|^\s*>")
+YAML_COMMENT = re.compile(r"(?:^|\s)#\s*(.*)")
 ABBREVIATION = re.compile(r"\b(e\.g|i\.e|cf|vs|etc|Fig|Eq|no)\.")
 
 
@@ -176,6 +178,22 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
         yield begin, " ".join(block)
 
 
+def yaml(area: Area, path: Path) -> None:
+    """Add the comments of a YAML file. Comments on successive lines of their own are one."""
+    block: list[str] = []
+    for number, line in enumerate([*path.read_text(encoding="utf-8").splitlines(), ""], 1):
+        own, comment = line.lstrip().startswith("#"), YAML_COMMENT.search(line)
+        if block and not own:
+            for sentence in sentences(" ".join(block)):
+                area.add(f"{path}:{number - len(block)}", sentence)
+            block = []
+        if own:
+            block.append(line.lstrip("# "))
+        elif comment is not None:
+            for sentence in sentences(comment[1]):
+                area.add(f"{path}:{number}", sentence)
+
+
 def pages() -> list[Path]:
     """The documentation, except the page of rules, which quotes the words that it replaces."""
     root = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -192,6 +210,9 @@ def measure() -> dict[str, Area]:
     for name in ("megatron", "bench", "tools", "examples", "tests"):
         for path in sorted((ROOT / name).rglob("*.py")):
             python(areas, name, path)
+    for name in ("configs", "examples", "layouts", "megatron", "tests"):
+        for path in sorted((ROOT / name).rglob("*.yml")):
+            yaml(areas["YAML comments"], path)
     del areas["tests messages"]  # inputs and expected texts
     return dict(areas)
 
