@@ -44,7 +44,7 @@ LLAMA: dict[str, Any] = {
         "mlp": {"gated": True, "activation": "silu", "hidden_size": 24},
         "norm": {"type": "rmsnorm"},
     },
-    "training": {"steps": 1, "sequence_length": 12, "micro_batch_size": 1, "global_batch_size": 4},
+    "training": {"steps": 1, "sequence_length": 12, "micro_batch_size": 2, "global_batch_size": 4},
     "precision": {"compute": "fp32"},
     "zero": {"stage": 0},
 }
