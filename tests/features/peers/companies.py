@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import secrets
@@ -83,8 +84,33 @@ def secret(folder: Path, name: str = "key") -> str:
     return str(path)
 
 
+_idle: list[RankPool] = []  # of earlier companies: a process computes its first run at nearly twice the cost
+_choice = threading.Lock()
+
+
+def lives(pool: RankPool) -> bool:
+    return all(each.is_alive() for each in pool.processes)
+
+
+def pool_of(ranks: int) -> RankPool:
+    """An idle pool of this size, or a new one."""
+    with _choice:
+        for pool in _idle:
+            if len(pool.processes) == ranks and lives(pool):
+                _idle.remove(pool)
+                return pool
+    return RankPool(ranks)
+
+
+@atexit.register
+def close_idle() -> None:
+    for pool in _idle:
+        pool.close()
+    _idle.clear()
+
+
 class Company:
-    """Peers whose ranks are kept between runs.
+    """Peers whose ranks are kept between runs, and for the next company.
 
     Args:
         peers: number of ranks of each, by name.
@@ -101,15 +127,18 @@ class Company:
     def __enter__(self) -> Company:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failed: object, *_: object) -> None:
         for pool in self.pools.values():
-            pool.close()
+            if failed or pool.worn or not lives(pool):
+                pool.close()
+            else:
+                _idle.append(pool)
 
     def peer(self, name: str, run: str, *overrides: str, **values: Any) -> list[dict[str, Any]]:
         """Run one peer to its end."""
         keys = {**self.keys, "name": name, "folder": str(self.folder / run / "shared"), **values.pop("peers", {})}
         whole = {**VALUES, "run": {"dir": str(self.folder / run / name)}, **values, "peers": keys}
-        pool = self.pools.get(name) or RankPool(self.peers[name])
+        pool = self.pools.get(name) or pool_of(self.peers[name])
         self.pools[name] = pool
         try:
             return pool.run(self.train, (whole, list(overrides), self.peers[name]))[0]
