@@ -202,7 +202,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Scaled in place, for one of them is as large as the head. Autograd rejects a second backward pass.
         *grads, unit = ctx.saved_tensors
         scale = grad_loss if unit is None else grad_loss * unit
-        dx, dweight, dbias = (None if each is None else each.mul_(scale) for each in grads)
+        one = scale.device.type == "cpu" and not hasattr(scale, "fake_mode") and scale.item() == 1.0  # the usual case
+        dx, dweight, dbias = (each if each is None or one else each.mul_(scale) for each in grads)
         of_head = (None if each is None else each.to(ctx.dtype) for each in (dweight, dbias))
         return dx, *of_head, *(None,) * 7
 
