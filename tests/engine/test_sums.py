@@ -19,13 +19,13 @@ SAMPLES, LENGTH, WORDS = 4, 8, 32
 
 
 def train(
-    ranks: int, limit: float = 0.5, stage: int = 1, compute: str = "bf16", reduce: str = "fp32", alone: bool = False
+    ranks: int, limit: float = 0.5, stage: int = 1, compute: str = "bf16", reduce: str = "fp32", head_only: bool = False
 ) -> dict[str, torch.Tensor]:
     """Weights, masters and moments after four steps of two micro-batches. In the second and third one matrix has no
     gradient.
 
     Args:
-        alone: only the head's matrix has gradients.
+        head_only: only the head's matrix has gradients.
     """
     values = {
         "model": {
@@ -54,7 +54,7 @@ def train(
         tokens = torch.randint(WORDS, (2, SAMPLES // 2, LENGTH + 1), generator=generator)
         own = tokens[:, mesh.data.rank :: ranks]
         frozen.requires_grad_(step not in (1, 2))
-        for name, weight in engine.module.named_parameters() if alone else ():
+        for name, weight in engine.module.named_parameters() if head_only else ():
             weight.requires_grad_(name == "head.weight")
         engine.step(StepBatch(step, own, torch.zeros(own.shape[:2], dtype=torch.int64), 0), 0.1)
     weights = {name: weight.detach().clone() for name, weight in engine.module.named_parameters()}
