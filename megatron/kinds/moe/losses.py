@@ -143,7 +143,7 @@ def count(choice: ExpertChoice, samples: int, experts: int) -> Tensor:
     """fp32 [B, E], number of choices of each expert by each sample. Where experts choose, [1, E]."""
     if choice.tokens_EC is not None:
         taken = choice.tokens_EC.shape[1]
-        return torch.full((1, experts), float(taken), dtype=torch.float32, device=choice.tokens_EC.device)
+        return choice.tokens_EC.new_full((1, experts), float(taken), dtype=torch.float32)
     chosen = choice.of_tokens.view(samples, -1)
-    counts = torch.zeros(samples, experts, dtype=torch.float32, device=chosen.device)
+    counts = chosen.new_zeros(samples, experts, dtype=torch.float32)  # DeepSpeed replaces torch.zeros under ZeRO 3
     return counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float32))  # of integers, so in any order

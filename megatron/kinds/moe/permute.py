@@ -38,9 +38,10 @@ class Rows:
 
 def placed(sorted_R: Tensor, order_R: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """`source_R`, `place_Tk` and `ends_E` of `Rows`, from sorted numbers of experts and the choice of each row."""
-    numbers_E = torch.arange(experts, device=sorted_R.device, dtype=sorted_R.dtype)
+    arange = torch.ops.aten.arange  # DeepSpeed replaces torch.arange under ZeRO 3 by one that cannot be compiled
+    numbers_E = arange(experts, device=sorted_R.device, dtype=sorted_R.dtype)
     ends_E = torch.searchsorted(sorted_R, numbers_E, right=True, out_int32=True)
-    rows_R = torch.arange(len(order_R), device=order_R.device)
+    rows_R = arange(len(order_R), device=order_R.device)
     place_R = torch.empty_like(order_R).scatter_(0, order_R, rows_R)
     return order_R // top_k, place_R.view(-1, top_k), ends_E
 
