@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from .pattern import PatternError, blocks_of
+from .pattern import PatternError, blocks_of, names_of
 from .schema import Config, Path, catalog_of, current_schema, parse_path
 from .section import Derived
 from .source.layers import Origin
@@ -39,7 +39,10 @@ class View:
 
     def uses(self, kind: str) -> bool:
         """Whether the layer pattern has a layer of this kind."""
-        return any(each.name == kind for block in self.blocks for each in block.kinds)
+        try:
+            return kind in names_of(self["model.layers"], tuple(self["model.extensions"]))
+        except PatternError:
+            return False
 
     @property
     def blocks(self) -> list:

@@ -314,6 +314,12 @@ def blocks_of(layers: str, extensions: tuple[str, ...] = ()) -> tuple[BlockPatte
     return tuple(parse(layers, kinds_of(extensions)))
 
 
+@lru_cache(maxsize=64)
+def names_of(layers: str, extensions: tuple[str, ...]) -> frozenset[str]:
+    """Names of the kinds in a layer pattern. Errors as in `blocks_of`."""
+    return frozenset(each.name for block in blocks_of(layers, extensions) for each in block.kinds)
+
+
 @lru_cache(maxsize=8)
 def call_numbers(blocks: tuple[BlockPattern, ...]) -> list[tuple[int, ...]]:
     """For each block and each kind added to its mixer: number of earlier blocks with the same one."""

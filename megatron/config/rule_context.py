@@ -38,6 +38,11 @@ class RuleContext:
     resolve: Callable[..., Config] | None = field(default=None, repr=False)
     named_store: bool = False  # whether the URL of a level had `{run.name}`, for which the name now stands
 
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The configuration as nested dictionaries."""
+        return self.config.model_dump()
+
     @property
     def starts_here(self) -> bool:
         """Whether the ranks surely run on this machine."""

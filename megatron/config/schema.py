@@ -249,6 +249,7 @@ def lookup(path: Path) -> Key | None:
     return catalog().get(pattern_of(path))
 
 
+@functools.lru_cache(maxsize=4096)
 def parse_path(name: str) -> Path:
     """`data.train.0.path` as a path: parts of digits are indices."""
     return tuple(int(part) if _INDEX.fullmatch(part) else part for part in name.split("."))

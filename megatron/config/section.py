@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from .registry import ADDED, INSIDE
-from .tree import freeze
+from .tree import SCALARS, freeze
 
 T = TypeVar("T")
 
@@ -42,6 +42,8 @@ class Section(BaseModel):
 
     def model_post_init(self, context: Any) -> None:
         """Freeze lists and dictionaries too: `frozen` only guards the attributes."""
+        if SCALARS.issuperset(map(type, self.__dict__.values())):
+            return
         for name, value in self.__dict__.items():
             if isinstance(value, (list, dict, tuple)):
                 self.__dict__[name] = freeze(value)

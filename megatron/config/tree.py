@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from .problems import ABSENT
 
 Path = tuple[str | int, ...]
+SCALARS = frozenset((bool, int, float, str, type(None)))  # types of most values
 ANY = "*"  # stands for a name in a mapping or an index in a list
 
 
@@ -114,7 +115,7 @@ def freeze(value: Any) -> Any:
 def thaw(value: Any) -> Any:
     """A plain copy of `value` that may be changed: ordinary dictionaries and lists, tuples as lists."""
     if isinstance(value, dict):
-        return {name: thaw(item) for name, item in value.items()}
+        return {name: item if type(item) in SCALARS else thaw(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [thaw(item) for item in value]
     return value

@@ -18,7 +18,7 @@ from ..rule_context import Check, RuleContext
 from ..schema import Config, catalog
 from ..sections.model import RecurrenceOptions
 from ..source.structure import nearest
-from ..tree import expand, get, leaves, thaw
+from ..tree import expand, get, leaves
 
 RESIDUAL = "model.residual"
 LARGEST = 2**31 - 1  # token files and kernels number tokens and channels with 32 bits
@@ -68,7 +68,7 @@ def tokenizer_fits_vocabulary(context: RuleContext) -> Iterator[Problem]:
 
 
 def sizes_can_be_counted(context: RuleContext) -> Iterator[Problem]:
-    for path, value in leaves(thaw(context.config.model.model_dump())):
+    for path, value in leaves(context.values["model"]):
         whole = ("model", *path)
         if isinstance(value, int) and value > LARGEST and context.origin(whole).given:
             rule = f"sizes of a model must be at most {LARGEST:,}"
@@ -353,7 +353,7 @@ def rates_are_derived_for_the_optimizer(context: RuleContext) -> Iterator[Proble
 
 
 def names_stand_for_something(context: RuleContext) -> Iterator[Problem]:
-    values = context.config.model_dump()
+    values = context.values
     roles = [each for each in catalog().values() if "role" in each.limits]
     for key, path in ((role, path) for role in roles for path in expand(values, role.path)):
         value = get(values, path, None)
