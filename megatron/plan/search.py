@@ -300,6 +300,7 @@ class Question:
         fixed, found = fixed or {}, Answers(self)
         axes = {name: value for name, value in fixed.items() if name in STRUCTURE}
         schedule: dict[str, Any] = {name: axes.pop(name) for name in ("stages_per_rank", "schedule") if name in axes}
+        first, counted = inf, 0  # the shortest turn of the first `counted` plans
         for structure in self.structures():
             if not _agrees(structure, axes):
                 continue
@@ -315,7 +316,8 @@ class Question:
             without_bubble = self._fill(structure, fixed, own)
             if _agrees(structure, schedule):
                 found.add(own)
-            first = min((plan.turn[0] for plan in found.plans), default=inf)
+            first = min((first, *(plan.turn[0] for plan in found.plans[counted:])))
+            counted = len(found.plans)
             if without_bubble < first and (own.plans or schedule):  # no schedule keeps less than 1F1B
                 others = [each for each in self.schedules(structure, fixed) if _agrees(each, schedule)]
                 self._schedule(others, fixed, found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from megatron.plan.devices import cluster, known_devices
 from megatron.plan.memory import TIGHT
 from megatron.plan.prediction import choice_of, planned_memory
 from megatron.plan.score import _question, runs
-from megatron.plan.search import WORTH, Plan, Question
+from megatron.plan.search import WORTH, Answers, Plan, Question
 from megatron.rehearsal.command import in_own_process, main
 from tests.paths import ROOT
 from tests.plan.test_search import LLAMA
@@ -27,8 +28,14 @@ READY = ("pythia/70m", "llama/llama3_8b", "mixtral/8x7b", "mamba2/130m", "zamba2
 VOCABULARY = "model.vocab_size=50304"
 
 
+@cache
 def _ready(name: str, devices: int) -> Question:
     return Question.of([str(ROOT / "configs" / f"{name}.yml")], [VOCABULARY], cluster(devices, "h100"))
+
+
+@cache
+def _answered(name: str, devices: int) -> Answers:
+    return _ready(name, devices).answers()
 
 
 def _checked(tmp_path, name: str, question: Question, plan: Plan):
@@ -50,7 +57,7 @@ def _checked(tmp_path, name: str, question: Question, plan: Plan):
 def test_each_proposed_layout_is_the_one_that_check_sees(tmp_path, name, devices):
     """Its lines of YAML make that layout, and each warning of `config check` stands in the plan."""
     question = _ready(name, devices)
-    answers = question.answers()
+    answers = _answered(name, devices)
     shown = answers.distinct[:8]
     if not shown:
         assert name == "mixtral/8x7b" and devices == 8 and answers.closest is not None
@@ -81,7 +88,7 @@ def test_lines_undo_what_a_file_says_of_its_layout(tmp_path):
 
 def test_a_layout_near_the_limit_is_first_only_where_it_is_much_faster():
     for name, devices in (("llama/llama3_8b", 64), ("mixtral/8x7b", 64), ("llama/llama3.2_1b", 8)):
-        plans = _ready(name, devices).answers().plans
+        plans = _answered(name, devices).plans
         roomy = [plan for plan in plans if plan.share <= TIGHT]
         assert plans[0].share <= TIGHT or not roomy or plans[0].step.seconds * WORTH <= roomy[0].step.seconds
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -46,9 +47,15 @@ def question(values: dict, devices: int = 8, gpu: str = "h100", **more) -> Quest
     return Question.from_sources([ConfigSource(json.loads(json.dumps(values)))], cluster(devices, gpu, **more))
 
 
+@cache
+def _answered(moe: bool = False, length: int = 512) -> Answers:
+    values = MOE if moe else LLAMA
+    return question({**values, "training": {**values["training"], "sequence_length": length}}).answers()
+
+
 @pytest.fixture(scope="module")
 def llama() -> Answers:
-    return question(LLAMA).answers()
+    return _answered()
 
 
 def legal(values: dict, choice: Candidate, devices: int) -> bool:
@@ -244,17 +251,15 @@ def test_why_not(llama):
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_why_not_ranks_that_share_matrices(values, pipeline):
     """They share sequences by themselves, and sequences are shared from a length on."""
-    short, long = (
-        question({**values, "training": {**values["training"], "sequence_length": length}}) for length in (512, 2**15)
-    )
+    answers, wide = (_answered(values is MOE, length) for length in (512, 2**15))
+    short, long = answers.question, wide.question
     named = {"tensor": 1, "pipeline": pipeline, "folded": 4}
-    told = why_not(long, long.answers(), named)
+    told = why_not(long, wide, named)
     assert "longer than the first" in told[0] or "it is the fastest" in told[0], told
-    assert why_not(long, long.answers(), {**named, "context": 4}) == told
-    answers = short.answers()
+    assert why_not(long, wide, {**named, "context": 4}) == told
     for asked in (named, {**named, "zero": 1}, {"folded": 4, "context": 4, "zero": 1}, {"context": 4}):
         assert "16,384 tokens or more, and these have 512" in why_not(short, answers, asked)[0]
-    told = why_not(long, long.answers(), {**named, "context": 2})
+    told = why_not(long, wide, {**named, "context": 2})
     assert "must be parallel.folded = 4" in told[0] and len(told) == 2
 
 
@@ -290,7 +295,7 @@ def test_pythons_work_at_zero_3_is_in_the_step():
 
 def test_rows_of_a_table_differ_in_their_axes(llama):
     """Of sequences that ranks share, with and without matrices. Other messages do not say so."""
-    long = question({**LLAMA, "training": {**LLAMA["training"], "sequence_length": 2**15}}).answers()
+    long = _answered(length=2**15)
     lines = text(long, shown=1000).splitlines()
     first = next(number for number, line in enumerate(lines) if "pipeline" in line)
     header, rows = lines[first], lines[first + 1 : lines.index("", first)]
