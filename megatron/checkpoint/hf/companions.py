@@ -15,7 +15,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -405,18 +405,30 @@ def _prefix(tokenizer: HuggingFaceTokenizer) -> dict[str, bool]:
     return {"add_prefix_space": before["add_prefix_space"]} if "add_prefix_space" in before else {}
 
 
+_IDS: dict[bytes, list[list[int]]] = {}
+
+
+def _ids(rules: tuple[str | None, ...], encode: Callable[[list[str]], list[list[int]]]) -> list[list[int]]:
+    """Ids of the real texts. A process that exports several models with one tokenizer encodes them once."""
+    key = hashlib.sha256(repr(rules).encode()).digest()
+    if key not in _IDS:
+        _IDS[key] = encode(list(real_texts()))
+    return _IDS[key]
+
+
 def differing(folder: Path, tokenizer: Tokenizer) -> str:
     """Difference of ids on real texts between transformers' tokenizer and the run's, "" without one."""
     try:
         theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each class fails in its own way
         return f"transformers cannot open its tokenizer: {error!r:.500}"
-    texts = list(real_texts())
-    found = theirs(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    wanted = tokenizer.encode_batch(texts)
+    rules = getattr(theirs, "backend_tokenizer", None)
+    known = (type(theirs).__name__, rules and rules.to_str(), repr(theirs.init_kwargs).replace(str(folder), ""))
+    found = _ids(known, lambda texts: theirs(texts, add_special_tokens=False, verbose=False)["input_ids"])
+    wanted = _ids((type(tokenizer).__name__, tokenizer.hash), tokenizer.encode_batch)
     other = sum(mine != its for mine, its in zip(wanted, found, strict=True))
     kind = f"{type(theirs).__name__} of transformers {transformers.__version__}"
-    told = f"{kind} makes other ids of {other} of {len(texts)} texts than tokenizer.json, which the run reads"
+    told = f"{kind} makes other ids of {other} of {len(found)} texts than tokenizer.json, which the run reads"
     return told if other else ""
 
 
