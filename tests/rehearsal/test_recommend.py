@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -19,6 +20,11 @@ CONFIGS, PAGE = ROOT / "configs", ROOT / "docs" / "recommended_layouts.md"
 ROWS = json.loads(PAGE.with_suffix(".json").read_text(encoding="utf-8"))
 PATHS = {name_of(path, CONFIGS): path for path in ready(CONFIGS)}
 ANEW = "`python tools/plan.py recommend` writes the page anew"
+
+
+@cache
+def _llama() -> Question:
+    return question(LLAMA)
 
 
 def test_every_configuration_has_a_row_of_its_own_files():
@@ -61,7 +67,7 @@ def assert_same(name: str) -> None:
 
 def test_a_layout_that_does_not_rehearse_is_passed_over(monkeypatch):
     """And with it the layouts that the same excess would not let fit."""
-    asked, tried = question(LLAMA), []
+    asked, tried = _llama(), []
     size = asked.at.device.bytes
 
     def told(asked: Question, choice) -> dict:
@@ -79,7 +85,7 @@ def test_a_layout_that_does_not_rehearse_is_passed_over(monkeypatch):
 @pytest.mark.parametrize("worth", [True, False])
 def test_what_rehearses_outranks_what_has_more_room_where_it_is_much_faster(monkeypatch, worth: bool):
     """A layout near the limit is passed over only for one that is nearly as fast."""
-    asked = question(LLAMA)
+    asked = _llama()
     size = asked.answers().plans[0].memory.total / 0.95
     tight = asked.on(replace(asked.at, device=asked.at.device.model_copy(update={"memory": size / 2**30})))
     plans = list(forms(tight, tight.answers()))
@@ -113,7 +119,7 @@ def passing(plan: Plan) -> float:
 def test_the_search_goes_on_where_formulas_see_a_fraction(monkeypatch, fits):
     """Of all layouts with all modes of recomputation, only the ones of least memory fit, or not even these. Formulas
     ask for no recomputation at all here, and what they propose first runs out by far."""
-    asked, tried = question(LLAMA), []
+    asked, tried = _llama(), []
     size = asked.at.device.bytes
     every = [
         asked.judge(replace(plan.choice, recompute=mode))
