@@ -49,13 +49,13 @@ SUMS = SimpleNamespace(of=sums_of)
 IN_TORCH = SimpleNamespace(add=add, update=update, programs=lambda size: 2, Sums=SUMS, MOST=5)
 
 
-def both_ways(ranks: int) -> list[str]:
+def both_ways(ranks: int, **more: Any) -> list[str]:
     """Names of what differs in any bit. Nothing is clipped, since the norm is added up in another order."""
     with mock.patch.object(step_on_device, "on_gpu", lambda optimizer: True):
         with mock.patch.object(engines, "passes_of_adamw", lambda *_: None):  # the interpreter would run the kernels
-            wanted = train(ranks, limit=1e3)
+            wanted = train(ranks, limit=1e3, **more)
         with mock.patch.object(engines, "passes_of_adamw", lambda *_: IN_TORCH):
-            found = train(ranks, limit=1e3)
+            found = train(ranks, limit=1e3, **more)
     assert found.keys() == wanted.keys()
     return [name for name, values in found.items() if not values.equal(wanted[name])]
 
@@ -63,6 +63,14 @@ def both_ways(ranks: int) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_engine_makes_the_same_bits_in_two_passes(ranks: int):
     assert on_ranks(ranks, both_ways, ranks) == [[]] * ranks
+
+
+def after_the_pass() -> list[str]:
+    return both_ways(1, deepspeed={"bf16": {"enabled": True, "immediate_grad_update": False}})
+
+
+def test_gradients_that_deepspeed_adds_after_the_backward_pass():
+    assert on_ranks(1, after_the_pass) == [[]]
 
 
 def few_and_single(stage: int, compute: str, reduce: str) -> tuple[list[str], int]:
@@ -93,18 +101,18 @@ def test_other_sums_take_few_kernels_of_torch(stage: int, compute: str, reduce: 
         assert not different and calls > 4
 
 
-def alone(stage: int, compute: str) -> list[str]:
+def head_only(stage: int, compute: str) -> list[str]:
     """Names of what differs in any bit between sums in few kernels and single ones, with one gradient in a pass."""
     found = []
     for few in (False, True):
         with mock.patch.object(scattered, "on_gpu", lambda optimizer, few=few: few):
-            found.append(train(2, 1e3, stage, compute, alone=True))
+            found.append(train(2, 1e3, stage, compute, head_only=True))
     return [name for name, values in found[0].items() if not values.equal(found[1][name])]
 
 
 @pytest.mark.parametrize(("stage", "compute"), [(1, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16")])
 def test_a_gradient_that_is_the_last_of_a_pass_and_the_first_of_the_next(stage: int, compute: str):
-    assert on_ranks(2, alone, stage, compute) == [[], []]
+    assert on_ranks(2, head_only, stage, compute) == [[], []]
 
 
 needs_triton = pytest.mark.skipif(not installed("triton"), reason="needs triton")

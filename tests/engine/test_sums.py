@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,13 +20,20 @@ SAMPLES, LENGTH, WORDS = 4, 8, 32
 
 
 def train(
-    ranks: int, limit: float = 0.5, stage: int = 1, compute: str = "bf16", reduce: str = "fp32", head_only: bool = False
+    ranks: int,
+    limit: float = 0.5,
+    stage: int = 1,
+    compute: str = "bf16",
+    reduce: str = "fp32",
+    head_only: bool = False,
+    **more: Any,
 ) -> dict[str, torch.Tensor]:
     """Weights, masters and moments after four steps of two micro-batches. In the second and third one matrix has no
     gradient.
 
     Args:
         head_only: only the head's matrix has gradients.
+        more: sections of the configuration.
     """
     values = {
         "model": {
@@ -44,6 +52,7 @@ def train(
         "optimizer": {"lr": 0.1, "gradient_clipping": limit},
         "precision": {"compute": compute, "reduce": reduce},
         "zero": {"stage": stage},
+        **more,
     }
     config = resolve(values, ranks=ranks)
     mesh = Mesh.build(Layout.of(config, ranks))

@@ -97,15 +97,15 @@ class SumsInFewKernels:
         self._elements = 0
 
     def add(self, total: Tensor, gradient: Tensor, first: bool) -> None:
-        """`total` becomes the gradient, or the sum with it, before the backward pass returns. Outside of one, the
-        caller calls `flush`."""
-        if not self._waiting and torch._C._current_graph_task_id() >= 0:
+        """`total` becomes the gradient, or the sum with it, before the backward pass returns. Outside of one: now."""
+        inside = torch._C._current_graph_task_id() >= 0
+        if inside and not self._waiting:
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
         if total.data_ptr() in self._waiting or len(self._waiting) == self._most:
             self.flush()
         self._waiting[total.data_ptr()] = total, gradient.reshape(-1), first
         self._elements += total.numel()
-        if self._elements >= KEPT:
+        if self._elements >= KEPT or not inside:
             self.flush()
 
     def flush(self) -> None:
