@@ -197,7 +197,9 @@ class Trainer:
                 try:
                     report = self._step(step, batch)
                 except StepDropped as dropped:
+                    self.settle()  # a run that has to go back saves nothing
                     self._drop(step, dropped)
+                    self.back = None  # the next start does: this engine makes no other step
                     break
                 self.beacon.at(HOOKS)
                 self._call("after_step", step, report)

@@ -10,11 +10,11 @@ import signal
 import pytest
 import torch
 
-from megatron.engine.protocol import StepResult
+from megatron.engine.protocol import StepDropped, StepResult
 from megatron.report.jsonl import read_lines
 from megatron.report.ledger import hash_text, read_ledger
 from megatron.training.exchange import Exchange
-from megatron.training.hook import Hook
+from megatron.training.hook import Hook, RollBack
 from megatron.training.hooks.guard import NonFinite
 from megatron.training.hooks.log import LogHook
 from megatron.training.trainer import Clock
@@ -236,3 +236,29 @@ def test_a_step_without_a_label_is_told_and_passes(tmp_path, capsys):
     line = list(read_lines(tmp_path / "run" / "metrics.jsonl"))[4]
     assert line["unlabelled"] is True and line["loss"] is None and line["grad_norm"] is None and line["tokens"] == 160
     assert "step 4: no label of its batch counts (samples 16 to 19)" in capsys.readouterr().out
+
+
+class BackFrom(Hook):
+    """Asks to go back when it reads the numbers of a step, and drops the step after it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_numbers(self, trainer, report):
+        if report.step == self.step:
+            trainer.go_back(RollBack(report.step, "a spike", lambda *_: None))
+
+    def run_step(self, trainer, run, batch, lr, look):
+        if trainer.at == self.step + 1:
+            raise StepDropped({"SIGTERM"}, 0.1, 60.0)
+        return run(batch, lr, look)
+
+
+def test_a_run_that_drops_a_step_ends_and_does_not_go_back(tmp_path):
+    """An engine that dropped a step makes no other. Without a checkpoint of the bad step, the next start comes to it
+    again."""
+    trainer = toy_trainer(config(tmp_path, steps=5), more=[BackFrom(2)])
+    elsewhere(trainer)
+    outcome = run(trainer)
+    assert (outcome.step, outcome.reason, outcome.back) == (3, "signal SIGTERM", None)
+    assert trainer.saver.saved == []
