@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.hf.companions import COUNT, real_texts, write_tokenizer
+from megatron.checkpoint.hf.companions import COUNT, differing, real_texts, write_tokenizer
 from megatron.checkpoint.hf.config import hf_config
 from megatron.checkpoint.hf.export import export, prove
 from megatron.checkpoint.hf.importer import import_model
@@ -285,3 +286,18 @@ def test_a_deep_model_is_verified(tmp_path: Path) -> None:
     proof = prove(source, tmp_path / "out", None)
     assert proof.holds and proof.relative < proof.bound / 2
     assert not replace(proof, difference=proof.largest * proof.bound * 1.01).holds
+
+
+def test_each_tokenizer_without_rules_in_json_is_compared_by_its_own_ids(tmp_path):
+    """Two of one class and equal settings, whose vocabularies are in files of another name."""
+    for name, words in (("one", "A\nB"), ("two", "B\nA")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "vocab.txt").write_text(f"<cls>\n<pad>\n<eos>\n<unk>\n{words}\n<mask>")
+        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "EsmTokenizer"}')
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        assert getattr(theirs, "backend_tokenizer", None) is None
+        ids = theirs(list(real_texts()), add_special_tokens=False)["input_ids"]
+        ours = SimpleNamespace(hash=name, encode_batch=lambda texts, ids=ids: ids)
+        assert differing(folder, ours) == ""
+    assert theirs("A B", add_special_tokens=False)["input_ids"] == [5, 4]
