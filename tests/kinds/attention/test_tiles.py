@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config.sections.layout import ActivationCheckpointing
-from megatron.kinds.common.attention import attend as paths
 from megatron.kinds.common.attention import tiles
-from megatron.kinds.common.attention.attend import TILED, attend, choose
+from megatron.kinds.common.attention.attend import TILED, choose
 from megatron.kinds.common.attention.pattern import Pattern
 from megatron.kinds.common.attention.tiles import attend_in_tiles
 from megatron.model.recompute import recompute_activations
@@ -98,12 +97,3 @@ def test_short_sequences_on_a_processor_are_computed_so():
     assert choose(Pattern(1.0), **usual)[0] == "tiles"
     for other in ({"keys": TILED + 1}, {"device": "cuda"}, {"device": "meta"}, {"compiled": True}, {"narrow": False}):
         assert choose(Pattern(1.0), **{**usual, **other})[0] == "causal"
-
-
-@pytest.mark.parametrize("amx", [False, True])
-def test_a_processor_with_amx_runs_the_kernel_of_torch(monkeypatch, amx):
-    monkeypatch.setattr(paths, "HAS_AMX", amx)
-    monkeypatch.setattr(paths, "_fused", lambda q, *_: torch.zeros_like(q))  # torch refuses its own below AVX-512
-    q, k, v, _ = (each.bfloat16() for each in inputs(4, 2, 300, 8, 8))
-    wanted = torch.zeros_like(q) if amx else attend_in_tiles(q, k, v, SCALE)
-    assert attend(q, k, v, Pattern(SCALE)).equal(wanted)

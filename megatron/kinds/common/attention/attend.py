@@ -30,8 +30,6 @@ Remember = Callable[[tuple[Hashable, ...], Callable[[], Any]], Any]  # `Stream.r
 
 FLEX_CHANNELS = 16  # the fewest per head that FlexAttention's kernels take
 TILED = 512  # tokens up to which torch's flash attention for CPUs would compute all pairs
-# Then torch's kernel, with products of bf16, is faster than tiles in fp32. Below AVX-512 it raises an error.
-HAS_AMX = torch.cpu._is_amx_tile_supported() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 LONG = 4096  # tokens of a sequence beyond which a mask, or logits, of all pairs of tokens take too much memory
 
 
@@ -54,8 +52,8 @@ def choose(
     Args:
         channels: of a head's queries, keys or values, whichever has the fewest.
         compiled: whether it is part of a compiled block, where each piece would be compiled separately.
-        narrow: whether it is in bf16, on a processor without AMX. In fp32 torch's kernel, which computes head by head,
-            rounds alike on every layout.
+        narrow: whether it is in bf16. In fp32 torch's kernel, which computes head by head, rounds alike on every
+            layout.
         flash: whether FlashAttention accepts heads of these widths.
     """
     windowed = pattern.window is not None and pattern.window < keys
@@ -121,7 +119,7 @@ def attend(
         sinks=sinks_n is not None,
         channels=min(q.shape[-1], v.shape[-1]),
         compiled=torch.compiler.is_compiling(),
-        narrow=q.dtype == torch.bfloat16 and not HAS_AMX and not hasattr(q, "fake_mode"),  # a rehearsal is of a GPU
+        narrow=q.dtype == torch.bfloat16 and not hasattr(q, "fake_mode"),  # a rehearsal is of a GPU
         flash=takes(q.shape[-1], v.shape[-1]),
     )
     if kind == "tiles":
