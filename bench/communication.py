@@ -122,6 +122,9 @@ def started(arguments: Sequence[str], hosts: str) -> int:
     if "--hosts" in words:
         at = words.index("--hosts")
         del words[at : at + 2]
+    first = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+    if behind := read_options(words[first:]).sources:  # the launcher would see options there
+        raise UserError(f"files and overrides must come before the options: move {' '.join(behind)} to the front")
     if [name for name, _ in lines] == [""]:
         return launch(["--ranks", lines[0][1], __file__, *words])
     with tempfile.TemporaryDirectory() as folder:

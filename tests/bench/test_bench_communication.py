@@ -12,7 +12,7 @@ import torch.distributed as dist
 import yaml
 
 from bench import runner
-from bench.communication import read_options
+from bench.communication import read_options, started
 from bench.messages.account_cost import added, ratios, way_of
 from bench.messages.collectives import Measured, axes_of, measure, operation_of, sizes, slowest
 from bench.messages.curves import compared, draw, foreign, present, put, table
@@ -310,3 +310,9 @@ def test_options():
     found = read_options(["--least", "4K", "--most", "1M", "--operations", "send,all_reduce"])
     assert (found.least, found.most, found.operations) == (4096, 2**20, ["send", "all_reduce"])
     assert Path(found.output) == Path("machine.yml")
+
+
+def test_files_behind_options_are_named():
+    """The ranks would take them for options, and miss a configuration."""
+    with pytest.raises(UserError, match="must come before the options: move a.yml zero.stage=1 to the front"):
+        started(["--hosts", ":2", "--most", "1M", "a.yml", "zero.stage=1"], ":2")
