@@ -354,6 +354,8 @@ class Trainer:
 
     def _outcome(self) -> Outcome:
         if self.back is not None:
+            if self.stop_reason is not None:  # nothing was saved: the next start meets the same numbers
+                return Outcome(self.completed, self.stop_reason, False)
             return Outcome(self.completed, self.back.reason, False, self.back)
         if self.finished:
             return Outcome(self.completed, "finished", True)

@@ -262,3 +262,19 @@ def test_a_run_that_drops_a_step_ends_and_does_not_go_back(tmp_path):
     outcome = run(trainer)
     assert (outcome.step, outcome.reason, outcome.back) == (3, "signal SIGTERM", None)
     assert trainer.saver.saved == []
+
+
+class BackAndStop(Hook):
+    def after_step(self, trainer, step, report):
+        if step == 2:
+            trainer.go_back(RollBack(step, "a spike", lambda *_: None))
+            trainer.stop("signal SIGTERM")
+
+
+def test_a_run_that_has_to_stop_does_not_go_back(tmp_path):
+    """A host that is about to end would otherwise be killed within the steps that are repeated."""
+    trainer = toy_trainer(config(tmp_path, steps=5), more=[BackAndStop()])
+    elsewhere(trainer)
+    outcome = run(trainer)
+    assert (outcome.step, outcome.reason, outcome.back, outcome.finished) == (3, "signal SIGTERM", None, False)
+    assert trainer.saver.saved == []
