@@ -230,6 +230,8 @@ def test_a_round_that_is_applied_at_the_step_of_its_contribution(tmp_path, monke
     def dies(peer: SmallPeer) -> None:
         if peer.part.sent == peer.completed and peer.part.round >= 1:
             at.append(peer.saved())
+            sent = folder / f"shared/contributions/{peer.part.round:08d}/b"
+            wait(sent.exists)  # the watch writes it. Without it no line comes
             raise Killed
 
     def patient(self: DecoupledHook, trainer: Any) -> None:
