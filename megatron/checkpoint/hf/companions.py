@@ -436,8 +436,8 @@ def differing(folder: Path, tokenizer: Tokenizer) -> str:
     wanted = _ids((type(tokenizer).__name__, tokenizer.hash), tokenizer.encode_batch)
     other = sum(mine != its for mine, its in zip(wanted, found, strict=True))
     kind = f"{type(theirs).__name__} of transformers {transformers.__version__}"
-    told = f"{kind} makes other ids of {other} of {len(found)} texts than tokenizer.json, which the run reads"
-    return told if other else ""
+    difference = f"{kind} makes other ids of {other} of {len(found)} texts than tokenizer.json, which the run reads"
+    return difference if other else ""
 
 
 @cache
