@@ -77,7 +77,7 @@ class Endpoint:
             if request.transport is not None:
                 request.transport.abort()
             raise web.HTTPRequestTimeout from error
-        except Exception:
+        except Exception:  # a mistake of the program ends this request only
             traceback.print_exc(file=sys.stderr)
             refusal = FAILED
         headers = {"Retry-After": "1"} if refusal.status in (429, 503) else {}

@@ -140,13 +140,13 @@ class Service:
                 order = self.orders.get()  # waits where there is no text
                 try:
                     order()
-                except Exception:
+                except Exception:  # an order is one request's, the thread serves all of them
                     traceback.print_exc(file=sys.stderr)
                 if self.closed:
                     return
             try:
                 self._pass()
-            except Exception as error:
+            except Exception as error:  # texts begin again, and /health reports several failures in a row
                 traceback.print_exc(file=sys.stderr)
                 self.failures += 1
                 self._restart(f"a pass of the decoder has failed ({type(error).__name__})", spares=True)
