@@ -83,6 +83,8 @@ MAMBA = {"model": {"layers": "mamba2 mamba attention/mlp mamba2/mlp mamba"}}
 ZAMBA = {"model": {"layers": "mamba2 mamba2+shared_attention x3 mamba2+shared_attention/mlp"}}
 RWKV7 = {"model": {"layers": "(rwkv7/rwkv7_ffn) x3 (rwkv7/mlp) x2"}}
 MOE = {"model": {"layers": "attention/mlp (attention/moe) x4"}}
+# A tie of two experts may fall either way, and small_fc_lopt begins at one: the case has experts, but no choice of them.
+ALL_EXPERTS = {"model": {"moe": {"top_k": 8, "router": {"top_groups": 4}}}}
 MLA = {"model": {"layers": "mla/mlp mla@plain/moe (mla/moe) x3"}}
 CORE = {"model": {"layers": "(attention/mlp) x2 recurrent(attention/mlp x2) attention/mlp"}}
 
@@ -110,7 +112,7 @@ PAIRS = [
     ("llama", MINI, "tp2 dp2 ZeRO 3", "dp2 ZeRO 0", 1e-5),
     ("moe", merged(BITS, MOE), "dp4 ep2 ZeRO 1", "one", 1e-4),
     ("llama", BITS, "tp2 dp2 ZeRO 3", "dp2 ZeRO 0", 1e-4),
-    ("moe", merged(LEARNED, MOE), "dp4 ep2 ZeRO 1", "one", 1e-5),
+    ("moe", merged(LEARNED, MOE, ALL_EXPERTS), "dp4 ep2 ZeRO 1", "one", 1e-5),
     ("llama", LEARNED, "tp2 dp2 ZeRO 3", "dp2 ZeRO 0", 1e-5),
     ("gpt2", LEARNED, "tp2 pp2", "dp2 ZeRO 1", 1e-5),
     ("moe", merged(SOAP, MOE), "dp4 ep2 ZeRO 1", "one", 1e-5),
