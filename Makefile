@@ -69,8 +69,8 @@ COUNTING := traffic process_groups told_phases device_placement kernel_counts de
 # MKL's kernels for AVX2 on Intel's processors give a row other bits beside other rows. And oneDNN, held to AVX2, refuses
 # 8-bit products in some processes there. With all instructions these files pass.
 AMX := $(shell grep -qw amx_bf16 /proc/cpuinfo 2>/dev/null && echo fetched staying eight_bits)
-NUMERICAL := $(patsubst %,--ignore-glob='*/test_*%*',$(COUNTING) $(AMX)) $(wildcard tests/features/adapters tests/features/multi_token tests/kinds tests/model tests/objectives tests/parallel) tests/engine tests/fuzz \
-	$(wildcard tests/engine/test_layouts*.py tests/training/test_layouts*.py)
+NUMERICAL := $(patsubst %,--ignore-glob='*/test_*%*',$(COUNTING) $(AMX)) $(wildcard tests/features/adapters tests/features/multi_token tests/kinds tests/model tests/objectives tests/parallel) tests/engine tests/evaluation tests/fuzz \
+	$(wildcard tests/training/layouts/test_layouts*.py)
 
 # Inductor's code for all instructions gives nan where torch uses fewer, so these runs have a cache of their own.
 # The cases of a test have one bound and one code, and all of them run with all instructions: every third is enough here.
@@ -83,8 +83,8 @@ durations: dev
 
 # Where $(VENV) has torch's CUDA build, and the machine no GPU: what a step asks of one (tests/stand_ins/gpu).
 gpu-host: dev
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 0 tests/training/test_gpu_host.py tests/engine/test_one_pass.py
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(RUN) -m pytest -n 0 tests/kinds/test_kernels_in_values.py tests/engine/test_one_pass.py
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 0 tests/training/test_gpu_host.py tests/engine/deepspeed/test_one_pass.py
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(RUN) -m pytest -n 0 tests/kinds/test_kernels_in_values.py tests/engine/deepspeed/test_one_pass.py
 
 # Another version of torch, in an environment of its own. requirements/base.txt has the range that the wheel asks for.
 OTHER := build/torch-$(TORCH)
@@ -93,7 +93,7 @@ torch:
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/python -m pip install --quiet torch==$(TORCH)
 	requirements/beside_torch dev $(OTHER)/bin/python
-	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -m '' tests/test_quickstart.py tests/training/test_layouts_dense.py
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -m '' tests/test_quickstart.py tests/training/layouts/test_layouts_dense.py
 
 package: dev
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m '' tests/test_package.py

@@ -6,7 +6,7 @@ An HTML comment before a block of the README says what to do with it:
     <!-- run -->             run it
     <!-- fails -->           run it. It must end with status 2
     <!-- prints -->          the block is what the failing command wrote
-    <!-- hosts -->           it needs several hosts: tests/launch/test_readme_on_hosts.py runs it
+    <!-- hosts -->           it needs several hosts: tests/launch/runners/test_readme_on_hosts.py runs it
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ WORTH = 1.11  # times as fast must be what is near the limit: the formulas' medi
 MICRO_BATCHES = tuple(2**power for power in range(8))
 # Pipeline schedules with their stages per rank, in addition to 1F1B. More stages only add messages.
 SCHEDULES_TRIED = (("interleaved", 2), ("interleaved", 4), ("zb_h1", 1), ("zb_h1", 2), ("zb_h1", 4), ("zbv", 2))
-NOT_TRIED = {  # a plan's W is never longer than F, and tests/config/test_pipelines.py shows the first reason
+NOT_TRIED = {  # a plan's W is never longer than F, and tests/config/arithmetic/test_pipelines.py shows the first reason
     "dualpipe_v": "its bubble is shorter than the bubbles of zbv and zb_h1 only if gradients of weights take "
     "longer than a forward pass, and it keeps half a micro-batch more",
     "asynchronous": "its table is that of 1f1b, and it needs CPU ranks",

@@ -14,7 +14,7 @@ from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.format.fragment import FragmentSpec
 from megatron.checkpoint.hf.config import names
 from megatron.checkpoint.reshape import parse_layout, reshape
-from tests.checkpoint.test_hf_tools import MODELS, checkpoint_of
+from tests.checkpoint.hf.test_hf_tools import MODELS, checkpoint_of
 from tests.selection import covering
 from tools.support_table import summary
 

@@ -28,7 +28,7 @@ from megatron.checkpoint.universal import export
 from megatron.data.order.cache import cached
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.shard import LogicalTensor, Role
-from tests.checkpoint.former_format import to_format_1
+from tests.checkpoint.format.former_format import to_format_1
 from tests.checkpoint.model import Model, Together, fragments, meta
 from tests.checkpoint.rewritten import rewrite_head
 

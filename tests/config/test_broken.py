@@ -209,7 +209,7 @@ def test_every_rule_is_registered():
 def test_every_rule_has_a_case(watch):
     """Some case of the tables breaks each rule, and rules of kinds for each kind or one that shares the rule."""
     fired = set().union(*(watch.outcome(case).fired for case in BROKEN + WARNED))
-    # Only a package that is missing breaks these (tests/config/test_optimizer_packages.py, test_extras.py).
+    # Only a package that is missing breaks these (tests/config/rules/test_optimizer_packages.py, test_extras.py).
     names = ("recipe.packages_are_here", "output.packages_of_sinks_are_here")
     left = {f"megatron.config.rules.{name}" for name in names}
     # These ask transformers, which takes seconds (tests/kinds/transformers/test_whole_model.py).

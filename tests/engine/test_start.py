@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.config import resolve
 from megatron.data.batch import StepBatch
 from megatron.parallel.layout.mesh import Mesh
-from tests.engine.test_traps import values_of
+from tests.engine.deepspeed.test_traps import values_of
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 RUNS = [  # compute type, ZeRO stage, optimizer

@@ -20,10 +20,10 @@ import pytest
 
 from tests.fuzz.draw import STEPS, configuration, folded_layout, layout, mutation, refused, sequence_layout
 from tests.margins import Measured
-from tests.model.test_compiled_parts import trace, traced
+from tests.model.kernels.test_compiled_parts import trace, traced
 from tests.training import runs
+from tests.training.layouts.test_resume_layouts import identical, together
 from tests.training.matrix import merged
-from tests.training.test_resume_layouts import identical, together
 from tests.workers import run
 
 QUICK, ALL = 8, 200

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from .host_job import HostJob
-from .namespaces import Cluster, wait_for, why_not
-from .slurm_cluster import PROGRAMS, Slurm
+from tests.launch.host_job import HostJob
+from tests.launch.namespaces import Cluster, wait_for, why_not
+from tests.launch.slurm_cluster import PROGRAMS, Slurm
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.namespaces import Cluster, wait_for
+from tests.launch.running import CONFIG
 from tests.paths import ROOT
-
-from .namespaces import Cluster, wait_for
-from .running import CONFIG
 
 DEEPY = (sys.executable, str(ROOT / "deepy.py"))
 OURS = ("deepy.py", "gloo_worker", "train.py", "torch.distributed.run")

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from .namespaces import Cluster, die_with_the_tests, wait_for
+from tests.launch.namespaces import Cluster, die_with_the_tests, wait_for
 
 _CONF = """
 ClusterName=test

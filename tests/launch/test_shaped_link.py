@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.launch.host_job import DEEPY
+from tests.launch.namespaces import why_not
 from tests.paths import ROOT
-
-from .host_job import DEEPY
-from .namespaces import why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(1800)]
 LINK = ("tbf", "rate", "100mbit", "burst", "32kbit", "latency", "400ms")

@@ -26,7 +26,7 @@ from megatron.parallel.messages.account import Recorder
 from tests.model.parity import check_part
 from tests.parallel.test_tensor_parallel import MODELS, step, whole
 from tests.plan.test_search import LLAMA, question
-from tests.training.layout_check import compare
+from tests.training.layouts.layout_check import compare
 from tests.training.matrix import Case, cases, merged
 from tests.workers import run
 

@@ -13,8 +13,8 @@ from megatron.data.errors import DataError
 from megatron.data.tokenizer import build_tokenizer
 from megatron.features.align.problems import Problems
 from megatron.testing.runs import train_on_ranks
-from tests.config.neox_cases import flat
-from tests.config.test_neox_post_training import PACKING, REINFORCE
+from tests.config.neox.neox_cases import flat
+from tests.config.neox.test_neox_post_training import PACKING, REINFORCE
 from tests.data.make import write_documents
 
 

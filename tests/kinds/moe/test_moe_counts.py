@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.config import resolve
 from megatron.model.costs.describe import layers, totals
 from megatron.model.stack import build_model
-from tests.model.test_describe import B, S, inputs, kept_bytes
+from tests.model.costs.test_describe import B, S, inputs, kept_bytes
 from tests.selection import covering
 
 CASES = {
