@@ -83,7 +83,7 @@ MAMBA = {"model": {"layers": "mamba2 mamba attention/mlp mamba2/mlp mamba"}}
 ZAMBA = {"model": {"layers": "mamba2 mamba2+shared_attention x3 mamba2+shared_attention/mlp"}}
 RWKV7 = {"model": {"layers": "(rwkv7/rwkv7_ffn) x3 (rwkv7/mlp) x2"}}
 MOE = {"model": {"layers": "attention/mlp (attention/moe) x4"}}
-# A tie of two experts may fall either way, and small_fc_lopt begins at one: the case has experts, but no choice of them.
+# A tie of two experts may fall either way, and small_fc_lopt begins at one. The case chooses all experts.
 ALL_EXPERTS = {"model": {"moe": {"top_k": 8, "router": {"top_groups": 4}}}}
 MLA = {"model": {"layers": "mla/mlp mla@plain/moe (mla/moe) x3"}}
 CORE = {"model": {"layers": "(attention/mlp) x2 recurrent(attention/mlp x2) attention/mlp"}}
