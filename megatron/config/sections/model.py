@@ -13,31 +13,6 @@ from ..kind import kinds_of
 from ..pattern import BlockPattern, blocks_of
 from ..section import Derivable, Derived, Section, key
 
-if TYPE_CHECKING:
-    from megatron.features.multi_token.options import MultiTokenOptions
-    from megatron.kinds.attention.options import AttentionOptions
-    from megatron.kinds.cca.options import CCAOptions
-    from megatron.kinds.csa.options import CSAOptions
-    from megatron.kinds.dsa.options import DSAOptions
-    from megatron.kinds.gated_delta.options import GatedDeltaOptions
-    from megatron.kinds.lightning.options import LightningOptions
-    from megatron.kinds.mamba.options import Mamba2Options, MambaOptions
-    from megatron.kinds.mla.options import MLAOptions
-    from megatron.kinds.mlp.options import MLPOptions
-    from megatron.kinds.moe.options import MoEOptions
-    from megatron.kinds.rwkv.options import (
-        RWKV4FFNOptions,
-        RWKV4Options,
-        RWKV5FFNOptions,
-        RWKV5Options,
-        RWKV6FFNOptions,
-        RWKV6Options,
-        RWKV7FFNOptions,
-        RWKV7Options,
-    )
-    from megatron.kinds.shared_attention.options import SharedAttentionOptions
-    from megatron.kinds.transformers.options import TransformersOptions
-
 
 def _repeats(at: Any) -> bool:
     return any(block.recurrent for block in at.blocks)
@@ -312,30 +287,9 @@ class _Stack(Section):
 if TYPE_CHECKING:
 
     class _Kinds(_Stack):
-        """The sections of kinds and features, as type checkers see them."""
+        """Further sections, of kinds and features, are of any type to type checkers."""
 
-        attention: AttentionOptions
-        mla: MLAOptions
-        csa: CSAOptions
-        dsa: DSAOptions
-        mamba: MambaOptions
-        mamba2: Mamba2Options
-        rwkv4: RWKV4Options
-        rwkv5: RWKV5Options
-        rwkv6: RWKV6Options
-        rwkv7: RWKV7Options
-        rwkv4_ffn: RWKV4FFNOptions
-        rwkv5_ffn: RWKV5FFNOptions
-        rwkv6_ffn: RWKV6FFNOptions
-        rwkv7_ffn: RWKV7FFNOptions
-        gated_delta: GatedDeltaOptions
-        lightning: LightningOptions
-        cca: CCAOptions
-        shared_attention: SharedAttentionOptions
-        mlp: MLPOptions
-        moe: MoEOptions
-        transformers: TransformersOptions
-        multi_token_prediction: MultiTokenOptions
+        def __getattr__(self, name: str) -> Any: ...
 
 else:  # one section per kind, in the registry's order
     _Kinds = create_model(
