@@ -6,7 +6,6 @@ wins in silence. Here numbers are numbers, only true and false are booleans, and
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path as File
@@ -33,8 +32,6 @@ LARGEST = 8 << 20  # bytes of a document
 DEEPEST = 64  # mappings and lists inside each other (our deepest key has six)
 DIGITS = 60  # of a whole number (Python refuses to print thousands of them)
 MOST = 20_000  # values of a document, with repeats by aliases
-_COMMENT = re.compile(r"[ \n]#[^\n\r\x85\u2028\u2029]*")
-_PYYAMLS = re.compile(r"[\t\r\x85\u2028\u2029]|(?:^|[\s\[{,:-])[?&*!%|>]|^(?:---|\.\.\.)", re.MULTILINE)
 _LEADING_ZERO = re.compile(r"^[-+]?0[0-9]+$")
 
 
@@ -60,14 +57,6 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-if yaml.__with_libyaml__:
-
-    class _FastLoader(yaml.CSafeLoader):
-        """libyaml's parser, several times as fast, with the same plain scalars."""
-
-        yaml_implicit_resolvers = {None: list(_SCALARS.items())}
-
-
 class _TooMuch(Exception):
     """A document beyond the limits. Reading it further would only cost time."""
 
@@ -81,6 +70,7 @@ TOO_MANY = (
     f"a document has at most {MOST:,} values, with repeats by aliases",
     "write out what is meant without aliases of aliases, or name a folder of files in place of a long list",
 )
+NO_MERGE = ("YAML 1.2 has no merge key '<<'", "write the keys out, or use extends: with a file")
 NO_TEXT = ("text must be Unicode, and a half of a surrogate pair is none", "write the character itself, in UTF-8")
 TOO_LARGE = (f"a configuration is text of at most {LARGEST >> 20} MiB", "is this the file that is meant?")
 
@@ -133,27 +123,16 @@ class _Reader:
             if not isinstance(name, yaml.ScalarNode):
                 self.fail(name, path, ABSENT, "a key must be a word", "write key: value")
                 continue
-            key = name.value
+            key, at = name.value, (*path, name.value)
+            wrong: tuple[str, str] | None = None
             if not _is_text(key):
-                self.fail(name, path, ABSENT, *NO_TEXT)
-                continue
-            if key == "<<" and name.style is None:
-                self.fail(
-                    name,
-                    (*path, key),
-                    ABSENT,
-                    "YAML 1.2 has no merge key '<<'",
-                    "write the keys out, or use extends: with a file",
-                )
-                continue
-            if key in lines:
-                self.fail(
-                    name,
-                    (*path, key),
-                    ABSENT,
-                    f"the key {key!r} is given twice, in lines {lines[key]} and {line}",
-                    "keep one of them",
-                )
+                at, wrong = path, NO_TEXT
+            elif key == "<<" and name.style is None:
+                wrong = NO_MERGE
+            elif key in lines:
+                wrong = f"the key {key!r} is given twice, in lines {lines[key]} and {line}", "keep one of them"
+            if wrong is not None:
+                self.fail(name, at, ABSENT, *wrong)
                 continue
             lines[key] = line
             self.places[(*path, key)] = self.origin(line)
@@ -182,15 +161,7 @@ class _Reader:
                     )
                 return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
             if tag == _TAG + "float":
-                return float(
-                    text
-                    .replace(".inf", "inf")
-                    .replace(".Inf", "inf")
-                    .replace(".INF", "inf")
-                    .replace(".nan", "nan")
-                    .replace(".NaN", "nan")
-                    .replace(".NAN", "nan")
-                )
+                return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         except ValueError:
             self.fail(node, path, text, f"this is not a number, as its tag {tag!r} says", "remove the tag")
             return text
@@ -219,7 +190,7 @@ def parse(text: str, origin: Callable[[int], Origin]) -> tuple[Any, dict[Path, O
     if len(text) > LARGEST:
         return None, {}, [Problem("", *TOO_LARGE, ABSENT, str(origin(1)))]
     try:
-        node = _compose(text)
+        node = yaml.compose(text, Loader=_Loader)
         value = None if node is None else reader.read(node, ())
     except _TooMuch as error:
         return None, {}, [Problem("", *error.rule_and_fix, ABSENT, str(origin(error.line)))]
@@ -229,30 +200,6 @@ def parse(text: str, origin: Callable[[int], Origin]) -> tuple[Any, dict[Path, O
         problem = Problem("", *_syntax(error), ABSENT, str(origin(line)))
         return None, {}, [problem]
     return value, reader.places, reader.problems
-
-
-def _compose(text: str) -> yaml.Node | None:
-    """The tree of a document. PyYAML, whose messages are the same everywhere, reads again what libyaml refuses. Texts
-    that the two read differently (tabs, keys after a '?', an alias inside its anchor, "|#") are not given to libyaml.
-    """
-    if yaml.__with_libyaml__ and not _PYYAMLS.search(_COMMENT.sub("", text)):
-        with contextlib.suppress(yaml.YAMLError, UnicodeError):
-            _check_size(text)
-            return _FastLoader(text).get_single_node()
-    return yaml.compose(text, Loader=_Loader)
-
-
-def _check_size(text: str) -> None:
-    """Refuses what is too deep or too long before libyaml calls itself for each level."""
-    parser, depth, nodes = _FastLoader(text), 1, 0
-    while parser.check_event():
-        event = parser.get_event()
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        nodes += isinstance(event, yaml.NodeEvent)
-        if nodes > MOST or depth > DEEPEST and isinstance(event, yaml.NodeEvent):
-            line = event.start_mark.line + 1 if event and event.start_mark else 1
-            raise _TooMuch(TOO_MANY if nodes > MOST else TOO_DEEP, line)
-        depth += isinstance(event, yaml.CollectionStartEvent)
 
 
 def _syntax(error: yaml.YAMLError) -> tuple[str, str]:
@@ -300,15 +247,8 @@ def read_file(path: str) -> ConfigSource:
     unread = value is None and bool(problems)
     value = {} if value is None else value
     if not isinstance(value, dict):
-        problems.append(
-            Problem(
-                "",
-                "a configuration file is a mapping of sections",
-                "write section: and its keys below it",
-                ABSENT,
-                f"{path}:1",
-            )
-        )
+        rule, fix = "a configuration file is a mapping of sections", "write section: and its keys below it"
+        problems.append(Problem("", rule, fix, ABSENT, f"{path}:1"))
         value, unread = {}, True
     return ConfigSource(value, places, origin(1), problems, unread, text.startswith(RESOLVED))
 
@@ -321,14 +261,8 @@ def read_override(argument: str) -> ConfigSource:
     if len(path) > DEEPEST:
         return ConfigSource({}, {}, origin, [Problem("", *TOO_DEEP, ABSENT, f"argument {argument[:60]}...")])
     if not equals or not all(path):
-        problem = Problem(
-            "",
-            f"{argument!r} is neither a YAML file nor key.path=value",
-            "write key.path=value without spaces",
-            ABSENT,
-            "argument",
-        )
-        return ConfigSource({}, {}, origin, [problem])
+        rule, fix = f"{argument!r} is neither a YAML file nor key.path=value", "write key.path=value without spaces"
+        return ConfigSource({}, {}, origin, [Problem("", rule, fix, ABSENT, "argument")])
     value, below, problems = parse(text, lambda line: origin)
     values: dict[str, Any] = {}
     put(values, path, value)

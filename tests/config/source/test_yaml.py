@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
-import yaml
 
-from megatron.config.source import yaml_source
 from megatron.config.source.layers import Origin
 from megatron.config.source.yaml_source import parse, read_file, read_override
-from tests.paths import ROOT
 
 
 def value(text: str):
@@ -159,48 +155,6 @@ def test_overrides_without_a_key(argument):
 def test_an_override_that_is_no_yaml():
     problem = read_override("a.b=[1").problems[0]
     assert problem.key == "a.b" and "not YAML" in problem.rule
-
-
-WORDS = [*"a1:-[]{}|>~,é@#.", ": ", "- ", "\n", "\n  ", "'", '"', " #", "\\", "---", "...", "\r", "\u2028", "\x07", "`"]
-
-
-def tree(node) -> tuple:
-    """Kind, tag, style, line and value of a node and of all below it. The line of one that is written nowhere is
-    omitted.
-    """
-    told = node.value
-    line = node.start_mark.line if told != "" or getattr(node, "style", None) else None
-    if isinstance(told, list):
-        told = [tuple(map(tree, each)) if isinstance(each, tuple) else tree(each) for each in told]
-    return type(node).__name__, node.tag, getattr(node, "style", None) or None, line, told
-
-
-def both_ways(text: str, monkeypatch) -> None:
-    with monkeypatch.context() as patch:
-        fast = yaml_source._compose(text)
-        patch.setattr(yaml, "__with_libyaml__", False)
-        slow = yaml_source._compose(text)
-    assert (fast and tree(fast)) == (slow and tree(slow)), text
-
-
-@pytest.mark.skipif(not yaml.__with_libyaml__, reason="this PyYAML has no libyaml")
-def test_libyaml_reads_as_pyyaml_does(monkeypatch):
-    """The quick way through libyaml gives the tree that PyYAML's own parser gives, lines included."""
-    files = [*(ROOT / "configs").rglob("*.yml"), *(ROOT / "tests/golden").rglob("*.yml")]
-    assert len(files) > 20
-    for file in files:
-        if len(text := file.read_text()) < 20_000:
-            both_ways(text, monkeypatch)
-    draw = random.Random(1)
-    for _ in range(1500):
-        text = "".join(draw.choice(WORDS) for _ in range(draw.randint(1, 9)))
-        try:
-            yaml.compose(text, Loader=yaml_source._Loader)
-        except yaml.YAMLError:
-            with pytest.raises(yaml.YAMLError):
-                yaml_source._compose(text)
-        else:
-            both_ways(text, monkeypatch)
 
 
 def test_bytes_that_are_no_text_are_told():
