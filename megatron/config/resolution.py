@@ -14,7 +14,6 @@ from .kind import kinds_of
 from .problems import ABSENT, ConfigError, Problem, list_problems
 from .rule_context import RuleContext
 from .schema import Config, Path, current_schema, dotted, lookup, parse_path, pattern_of, using_extensions
-from .sections.layout import LaunchSection
 from .sections.output import RUN_NAME
 from .sections.recipe import OptimizerSection
 from .source.extensions import admit_names, extensions_of, refuse_names
@@ -153,57 +152,38 @@ def combine(
     else:
         refuse_names(sources, whose)
     with using_extensions(extensions_of(sources)):
-        return _combine(sources, ranks, check_inputs, name, notes, tuple(os.fspath(file) for file in files), here)
+        for source in (source for source in sources if source.resolved):
+            # A resolved file has all keys. No rule warns about defaults, which no user chose.
+            known = ((path, value, lookup(path)) for path, value in leaves(source.values))
+            source.places |= {path: DEFAULT for path, value, key in known if key is not None and key.default == value}
+        merged, overridden = merge([normalise(source) for source in sources])
+        _add_default_members(merged)
+        _add_sizes_of_whole_models(merged)
+        config, found, unknown = check_structure(merged.values, merged.origin)
+        if merged.unread:  # what is missing may stand there: only what is wrong by itself is said
+            raise ConfigError([*merged.problems, *(each for each in found if each.value is not ABSENT)])
+        launch = config.launch
+        if ranks is None and launch.hostfile is None and launch.runner in ("auto", "local"):
+            ranks = launch.ranks  # of each host
 
+        given = thaw(config.model_dump())
+        problems = [*merged.problems, *found, *check_variants(given, merged.origin)]
+        unknown = unknown_after(unknown, lambda key: get(merged.values, parse_path(key), None) is not None)
+        view = View(thaw(given), name, ranks)
+        derived = derive(view)
+        derived.update(complete_variants(view, given))
+        named = _fill_in_the_name(view)
+        config = current_schema().model_validate(view.values)
+        origin = _origins(merged, derived, view.values)
 
-def _combine(
-    sources: list[ConfigSource],
-    ranks: int | None,
-    check_inputs: bool,
-    name: str,
-    notes: tuple[str, ...],
-    files: tuple[str, ...],
-    here: bool,
-) -> Resolved:
-    for source in sources:
-        _forget_defaults(source)
-    merged, overridden = merge([normalise(source) for source in sources])
-    _add_default_members(merged)
-    _add_sizes_of_whole_models(merged)
-    config, found, unknown = check_structure(merged.values, merged.origin)
-    if merged.unread:  # what is missing may stand there: only what is wrong by itself is said
-        raise ConfigError([*merged.problems, *(each for each in found if each.value is not ABSENT)])
-    ranks = _ranks_here(config.launch) if ranks is None else ranks
-
-    given = thaw(config.model_dump())
-    problems = [*merged.problems, *found, *check_variants(given, merged.origin)]
-    unknown = unknown_after(unknown, lambda key: get(merged.values, parse_path(key), None) is not None)
-    view = View(thaw(given), name, ranks)
-    derived = derive(view)
-    derived.update(complete_variants(view, given))
-    named = _fill_in_the_name(view)
-    config = current_schema().model_validate(view.values)
-    origin = _origins(merged, derived, view.values)
-
-    context = RuleContext(config, ranks, origin, files, here, resolve, named)
-    problems += [each for each in rules.broken(context, inputs=check_inputs) if not _touches(each, unknown)]
-    if any(each.fatal for each in problems):
-        raise ConfigError(problems)
-    return Resolved(
-        config,
-        Origins(lambda: {dotted(path): origin(path) for path, _ in leaves(view.values)}),
-        tuple(overridden),
-        tuple(problems),
-        notes,
-        ranks,
-    )
-
-
-def _forget_defaults(source: ConfigSource) -> None:
-    """A resolved file has all keys. Those with their default values were not chosen, so no rule warns about them."""
-    for path, value in leaves(source.values) if source.resolved else ():
-        if (key := lookup(path)) is not None and key.default == value:
-            source.places[path] = DEFAULT
+        context = RuleContext(config, ranks, origin, tuple(os.fspath(file) for file in files), here, resolve, named)
+        for each in rules.broken(context, inputs=check_inputs):  # a rule that has read an unknown value would mislead
+            if not any(".".join(pattern_of(parse_path(key))) in unknown for key in each.keys):
+                problems.append(each)
+        if any(each.fatal for each in problems):
+            raise ConfigError(problems)
+        origins = Origins(lambda: {dotted(path): origin(path) for path, _ in leaves(view.values)})
+        return Resolved(config, origins, tuple(overridden), tuple(problems), notes, ranks)
 
 
 def _fill_in_the_name(view: View) -> bool:
@@ -219,11 +199,6 @@ def _fill_in_the_name(view: View) -> bool:
     return named
 
 
-def _ranks_here(launch: LaunchSection) -> int | None:
-    """The number of ranks, where `launch.ranks` (of each host) says it: on one machine."""
-    return launch.ranks if launch.hostfile is None and launch.runner in ("auto", "local") else None
-
-
 def _origins(merged: ConfigSource, derived: dict[Path, Origin], values: dict[str, Any]) -> Callable[[Path], Origin]:
 
     def origin(path: Path) -> Origin:
@@ -234,11 +209,6 @@ def _origins(merged: ConfigSource, derived: dict[Path, Origin], values: dict[str
         return merged.origin(path) if get(merged.values, path) is not ABSENT else DEFAULT
 
     return origin
-
-
-def _touches(problem: Problem, unknown: frozenset[str]) -> bool:
-    """Whether a rule read a key whose real value is not known: its result would mislead."""
-    return any(".".join(pattern_of(parse_path(key))) in unknown for key in problem.keys)
 
 
 def _add_sizes_of_whole_models(merged: ConfigSource) -> None:

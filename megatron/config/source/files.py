@@ -64,9 +64,8 @@ def _with_bases(path: str, open_files: tuple[str, ...], left: list[int]) -> list
         return [source]
     names = [bases] if isinstance(bases, str) else bases
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        source.problems.append(
-            Problem("extends", "extends must be a path or a list of paths", "write extends: base.yml", bases, where)
-        )
+        rule, fix = "extends must be a path or a list of paths", "write extends: base.yml"
+        source.problems.append(Problem("extends", rule, fix, bases, where))
         return [source]
     chain = (*open_files, os.path.realpath(path))
     sources: list[ConfigSource] = []
@@ -74,34 +73,22 @@ def _with_bases(path: str, open_files: tuple[str, ...], left: list[int]) -> list
         base = os.path.join(os.path.dirname(path), name)
         if left[0] <= 0:
             rule = f"a file extends at most {MOST_FILES} files, with the bases of bases"
-            source.problems.append(Problem("extends", rule, "put what they have in common into one", name, where))
-            source.unread = True
-            break
-        if os.path.realpath(base) in chain:
+            fix = "put what they have in common into one"
+        elif os.path.realpath(base) in chain:
             circle = " -> ".join([*(File(each).name for each in chain), File(base).name])
-            source.problems.append(
-                Problem(
-                    "extends",
-                    f"the files extend each other in a circle: {circle}",
-                    "remove one of the extends",
-                    name,
-                    where,
-                )
-            )
-            source.unread = True
+            rule, fix = f"the files extend each other in a circle: {circle}", "remove one of the extends"
         elif not os.path.isfile(base):
-            source.unread = True
-            source.problems.append(
-                Problem(
-                    "extends",
-                    f"there is no file {base}",
-                    "give the path as seen from the folder of the file that says extends",
-                    name,
-                    where,
-                )
+            rule, fix = (
+                f"there is no file {base}",
+                "give the path as seen from the folder of the file that says extends",
             )
         else:
             sources += _with_bases(base, chain, left)
+            continue
+        source.unread = True
+        source.problems.append(Problem("extends", rule, fix, name, where))
+        if left[0] <= 0:
+            break
     return [*sources, source]
 
 
@@ -205,7 +192,7 @@ def normalise(source: ConfigSource) -> ConfigSource:
     if isinstance(source.values.get("precision"), str):
         _move(source, ("precision",), {"compute": source.values["precision"]}, ("precision", "compute"))
     _grid(source, ("parallel", "tensor"))
-    _sources(source, ("data", "train"))
+    _listed(source, ("data", "train"), "path", "stream")
     for name in ("validation", "test"):
         path = ("data", name)
         value = get(source.values, path, None)
@@ -215,12 +202,12 @@ def normalise(source: ConfigSource) -> ConfigSource:
             _move(source, path, {name: value}, (*path, name))
         named = get(source.values, path, None)
         for member in named if isinstance(named, dict) else ():
-            _sources(source, (*path, member))
+            _listed(source, (*path, member), "path", "stream")
     for index, phase in enumerate(_list(get(source.values, ("data", "phases"), None))):
         if isinstance(phase, dict):
-            _sources(source, ("data", "phases", index, "sources"))
-    _additions(source, ("hooks",))
-    _additions(source, ("logging", "sinks"))
+            _listed(source, ("data", "phases", index, "sources"), "path", "stream")
+    _listed(source, ("hooks",), "type")
+    _listed(source, ("logging", "sinks"), "type")
     _comms_logger(source)
     return source
 
@@ -261,29 +248,18 @@ def _comms_logger(source: ConfigSource) -> None:
     drop(source.values, path)
 
 
-def _additions(source: ConfigSource, path: Path) -> None:
-    """An import path, a list of them or one {type, options} as a list of {type, options}."""
-    value = get(source.values, path, None)
-    if isinstance(value, str) or (isinstance(value, dict) and "type" in value):
-        _move(source, path, [value], (*path, 0))
-    for index, item in enumerate(_list(get(source.values, path, None))):
-        if isinstance(item, str):
-            _move(source, (*path, index), {"type": item}, (*path, index, "type"))
-
-
 def _list(value: Any) -> list:
     return value if isinstance(value, list) else []
 
 
-def _sources(source: ConfigSource, path: Path) -> None:
-    """A path, a list of paths or one {path, weight} as a list of {path, weight}."""
+def _listed(source: ConfigSource, path: Path, key: str, *others: str) -> None:
+    """A text, a list of texts, or one mapping with `key` or another of these keys, as a list of such mappings."""
     value = get(source.values, path, None)
-    if isinstance(value, str) or (isinstance(value, dict) and ("path" in value or "stream" in value)):
+    if isinstance(value, str) or (isinstance(value, dict) and any(each in value for each in (key, *others))):
         _move(source, path, [value], (*path, 0))
-        value = [value]
-    for index, item in enumerate(_list(value)):
+    for index, item in enumerate(_list(get(source.values, path, None))):
         if isinstance(item, str):
-            _move(source, (*path, index), {"path": item}, (*path, index, "path"))
+            _move(source, (*path, index), {key: item}, (*path, index, key))
 
 
 def _move(source: ConfigSource, path: Path, value: Any, inner: Path) -> None:
