@@ -25,7 +25,7 @@ from unittest import mock
 import numpy as np
 
 from bench.runner import Result, grid
-from megatron.checkpoint import Solo
+from megatron.checkpoint import Solo, StoreCommunicator
 from megatron.checkpoint.format import index_file
 from megatron.checkpoint.format.durable import MANIFEST_NAME, META_NAME, new_file
 from megatron.checkpoint.format.fragment import FragmentSpec
@@ -38,6 +38,7 @@ from megatron.checkpoint.read.read_plan import plan
 from megatron.checkpoint.read.reader import Checkpoint
 from megatron.config.problems import UserError
 from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
+from megatron.worker.rendezvous import SealedStore
 
 STATES, DEVICES = ("master", "exp_avg", "exp_avg_sq"), 8
 TENSOR, PIPELINE = 8, 2  # of the layout, the rest is data parallel
@@ -232,12 +233,27 @@ def save(world: int, zero: int = 1) -> dict[str, float]:
     given = list(tables(world, zero, records))
     with tempfile.TemporaryDirectory() as folder:
         seconds, memory = costs(lambda: write_merged(Path(folder), iter(given), records, whole=True))
-    told = len(json.dumps([[asdict(records[0])], None, False]))
+    told = json.dumps([[asdict(records[0])], None, False])
     return {
-        "save: KiB gathered by rank 0": world * told / 1024,
+        "save: KiB gathered by rank 0": world * len(told) / 1024,
+        "save: ms to gather them": gathered(world, told) * 1e3,
         "save: ms of rank 0": seconds * 1e3,
         "save: KiB held by rank 0": memory,
     }
+
+
+def gathered(world: int, text: str) -> float:
+    """Seconds in which rank 0 reads a text of each rank from the ranks' store, on this host."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    first = StoreCommunicator(store, 0, world, "growth", secret="growth")
+    sealed = SealedStore(store, "communicator/growth", "growth")
+    for rank in range(1, world):
+        sealed.set(f"1/{rank}", text)
+    begin = time.perf_counter()
+    first.collect(None)
+    return time.perf_counter() - begin
 
 
 def costs(action: Callable[[], Any]) -> tuple[float, float]:

@@ -16,7 +16,7 @@ import hmac
 import os
 import socket
 import time
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SECRET = "JOB_STORE_SECRET"  # variable of the ranks
 _SEAL = 64  # hexadecimal digits of a SHA-256
+_TOGETHER = 1024  # values that the store, which serves one request after another, sends at once
 SOCKET = "JOB_STORE_SOCKET"  # number of the descriptor that rank 0 inherits, bound and not yet listening
 
 
@@ -78,7 +79,7 @@ class SealedStore:
         self._secret = (os.environ.get(SECRET, "") if secret is None else secret).encode()
 
     def _made(self, *parts: bytes) -> bytes:
-        return hmac.new(self._secret, b"\0".join((self._of, *parts)), "sha256").hexdigest().encode()
+        return hmac.digest(self._secret, b"\0".join((self._of, *parts)), "sha256").hex().encode()
 
     def key(self, name: str) -> str:
         """The key of a name."""
@@ -99,16 +100,31 @@ class SealedStore:
         key, end = self.key(name), time.monotonic() + timeout.total_seconds()
         while True:
             self.store.wait([key], timedelta(seconds=max(0.001, end - time.monotonic())))
-            found = self.store.get(key)
-            seal, content = found[:_SEAL], found[_SEAL:]
-            if hmac.compare_digest(seal, self._made(b"value", name.encode(), content)):
-                return content.decode()
+            text = self._opened(name, self.store.get(key))
+            if text is not None:
+                return text
             if time.monotonic() > end:
                 raise DistStoreError(f"{name} of the ranks' store is not from a rank of this run")
             time.sleep(0.01)
 
-    def wait(self, names: Iterable[str], timeout: timedelta) -> None:
-        self.store.wait([self.key(name) for name in names], timeout)
+    def get_all(self, names: Sequence[str], timeout: timedelta) -> list[str]:
+        """The texts of some names as of `get`, in one round trip for `_TOGETHER` of them."""
+        keys, end = [self.key(name) for name in names], time.monotonic() + timeout.total_seconds()
+        self.store.wait(keys, timeout)
+        batches = [keys[first : first + _TOGETHER] for first in range(0, len(keys), _TOGETHER)]
+        found = [each for batch in batches for each in self.store.multi_get(batch)]
+        texts = []
+        for name, sealed in zip(names, found, strict=True):
+            text = self._opened(name, sealed)
+            left = timedelta(seconds=max(0.001, end - time.monotonic()))
+            texts.append(self.get(name, left) if text is None else text)
+        return texts
+
+    def _opened(self, name: str, sealed: bytes) -> str | None:
+        """The text of a value. None without the run's seal."""
+        seal, content = sealed[:_SEAL], sealed[_SEAL:]
+        right = hmac.compare_digest(seal, self._made(b"value", name.encode(), content))
+        return content.decode() if right else None
 
     def delete(self, name: str) -> None:
         self.store.delete_key(self.key(name))
@@ -128,8 +144,8 @@ def leave_store(store: Store, rank: int, ranks: int, timeout: timedelta) -> None
     with suppress(DistError):
         if rank:
             sealed.set(str(rank), "")
-        for other in range(1, 1 if rank else ranks):
-            sealed.get(str(other), timeout)
+        elif ranks > 1:
+            sealed.get_all([str(other) for other in range(1, ranks)], timeout)
 
 
 def _inherited(port: int, environment: MutableMapping[str, str]) -> socket.socket | None:

@@ -125,3 +125,36 @@ def test_kernels_have_the_values_of_torch(name: str, documents: bool, monkeypatc
     for number, (exact, torchs, own) in enumerate(zip(wanted, near, found, strict=True)):
         spread = (torchs - exact).norm() + 2**-11 * exact.norm()
         assert (own - exact).norm() < 4 * spread, number
+
+
+def test_documents_of_mamba2_share_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents begin inside a chunk of the kernels, next to each other and with a chunk, and in one of two samples.
+    The gradient of a decay is a difference of sums over the chunk, so roundings of later documents remain in it."""
+    import fla.ops.simple_gla  # noqa: F401
+
+    fits_the_interpreter(monkeypatch)
+    torch.manual_seed(0)
+    kernel, plain, own = mamba2()
+    other = mamba2()[2]
+    inputs = [torch.cat(pair) if pair[0].dim() > 1 else pair[0] for pair in zip(own, other)]
+    inputs = [each.half().double() for each in inputs]
+    begins = torch.zeros(2, S, dtype=torch.bool)
+    begins[0, [23, 25, 26, 64]] = begins[1, 3] = True
+    starts = torch.where(begins, torch.arange(S), 0).cummax(-1).values
+    wanted = results(plain, inputs, torch.float64, starts_BS=starts)
+    near, found = (results(each, inputs, torch.float16, starts_BS=starts) for each in (plain, kernel))
+    for number, (exact, torchs, ours) in enumerate(zip(wanted, near, found, strict=True)):
+        spread = (torchs - exact).norm() + 2**-11 * exact.norm()
+        assert (ours - exact).norm() < 4 * spread, number
+
+    leaves = [each.half().requires_grad_() for each in inputs]
+    y = kernel(*leaves, chunk=16, starts_BS=starts)[0]
+    x, dt, *_, key, query = torch.autograd.grad(y[0, 26:].float().sum(), leaves)
+    for gradient in (x, key, query):
+        assert not gradient[0, :26].any() and not gradient[1].any() and gradient[0, 26:].any()
+    assert dt[0, :26].abs().max() < 1e-5 * dt[0, 26:].abs().max()
+    changed = [each.clone() for each in inputs]
+    changed[0][0, :26] *= -2
+    with torch.no_grad():
+        again = kernel(*(each.half() for each in changed), chunk=16, starts_BS=starts)[0]
+    assert torch.equal(again[0, 26:], y[0, 26:]) and not torch.equal(again[0, :26], y[0, :26])

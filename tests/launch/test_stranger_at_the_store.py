@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 
 import pytest
@@ -78,12 +79,15 @@ def test_a_forged_answer_is_not_believed():
     assert ours.get("a", timedelta(seconds=1)) == "true"
     for forged in ("", "false", "0" * 64 + "false", store.get(ours.key("a")).decode()[:64] + "false"):
         store.set(ours.key("a"), forged)
-        with pytest.raises(dist.DistStoreError, match="not from a rank of this run"):
-            ours.get("a", timedelta(seconds=0.05))
-    ours.set("b", "1")
+        for read in (ours.get, lambda name, timeout: ours.get_all(["b", name], timeout)):
+            ours.set("b", "1")
+            with pytest.raises(dist.DistStoreError, match="not from a rank of this run"):
+                read("a", timedelta(seconds=0.05))
     store.set(ours.key("a"), store.get(ours.key("b")).decode())  # a value of another name
     with pytest.raises(dist.DistStoreError):
         ours.get("a", timedelta(seconds=0.05))
+    threading.Timer(0.2, ours.set, ("a", "late")).start()
+    assert ours.get_all(["a", "b"], timedelta(seconds=30)) == ["late", "1"]
 
 
 def test_keys_follow_from_the_secret():

@@ -183,24 +183,17 @@ class StoreCommunicator:
             All ranks' texts on rank 0, and the answer.
         """
         self._round += 1
-        result, texts = f"{self._round}/all", None
-        self._store.set(f"{self._round}/{self.rank}", json.dumps(value))
+        own, result, texts = f"{self._round}/{self.rank}", f"{self._round}/all", None
+        self._store.set(own, json.dumps(value))
         if self.rank == 0:
-            texts = self._collect()
+            texts = self._store.get_all([f"{self._round}/{rank}" for rank in range(self.size)], self._timeout)
             self._store.set(result, answer(texts))
         values = json.loads(self._store.get(result, self._timeout))
+        self._store.delete(own)  # rank 0 has read it. It would delete 10,000 values one after another
         # Every rank has read the previous result: it enters a round only after that.
         if self.rank == 0 and self._round > 1:
             self._store.delete(f"{self._round - 1}/all")
         return texts, values
-
-    def _collect(self) -> list[str]:
-        keys = [f"{self._round}/{rank}" for rank in range(self.size)]
-        self._store.wait(keys, self._timeout)
-        texts = [self._store.get(key, self._timeout) for key in keys]
-        for key in keys:
-            self._store.delete(key)
-        return texts
 
 
 SOLO = Solo()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,13 +154,18 @@ def update(
             )  # fmt: skip
 
 
-def try_them(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile and run the kernels, on numbers that nothing reads. Raises what Triton raises."""
+def try_them(device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
+    """Compile and run the kernels, on numbers that nothing reads. Raises what Triton raises.
+
+    Args:
+        dtypes: of parameters. Triton compiles kernels for each.
+    """
     size = 2 * ALIGNED + 3  # reaches both kernels of an update
     many = {name: torch.zeros(size, device=device) for name in ("exp_avg", "exp_avg_sq")}
     one, master = torch.ones((), device=device), torch.zeros(size, device=device)
-    master.grad, narrow = torch.zeros(size, device=device), torch.zeros(size, dtype=dtype, device=device)
+    master.grad = torch.zeros(size, device=device)
     group = {"betas": (0.9, 0.999), "eps": 1e-8, "lr": 0.0, "weight_decay": 0.0}
-    for total in (master.grad, master.grad[:ALIGNED]):
-        add(Sums.of([total], [0], [True]), [narrow[: len(total)]], torch.zeros(1, device=device))
-    update(group, master, narrow, {**many, "step": one}, 1 - one, one)
+    for narrow in (torch.zeros(size, dtype=each, device=device) for each in dtypes):
+        for total in (master.grad, master.grad[:ALIGNED]):
+            add(Sums.of([total], [0], [True]), [narrow[: len(total)]], torch.zeros(1, device=device))
+        update(group, master, narrow, {**many, "step": one}, 1 - one, one)

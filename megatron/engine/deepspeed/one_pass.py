@@ -30,13 +30,13 @@ def passes_of_adamw(optimizer: Any, inner: torch.optim.Optimizer) -> Any | None:
     """
     if not (hasattr(inner, "kernels") and skips_on_device(inner) and is_bf16_on_gpu(optimizer)):
         return None
-    master, narrow = optimizer.fp32_groups_flat_partition[0], optimizer.bf16_groups_flat[0]
+    master = optimizer.fp32_groups_flat_partition[0]
     if is_fake(master):
         return None
     try:
         from . import adamw_kernels
 
-        adamw_kernels.try_them(master.device, narrow.dtype)
+        adamw_kernels.try_them(master.device, {each.dtype for each in optimizer.bf16_groups_flat})
     except Exception as error:  # no Triton, no C compiler, a GPU that it does not know
         reason = " ".join(str(error).split())[:160]
         warn(f"AdamW updates in torch's kernels: Triton's failed: {type(error).__name__}: {reason}", stacklevel=2)

@@ -29,6 +29,8 @@ def decide_on_device(optimizer: Any, inner: torch.optim.Optimizer) -> None:
     """
     if getattr(optimizer, "cpu_offload", False):
         _add_up_offloaded(optimizer)
+    elif getattr(optimizer, "offload_optimizer", False):
+        _add_up_offloaded_shards(optimizer)
     if not (skips_on_device(inner) and on_gpu(optimizer)):
         return
     from deepspeed.runtime import bf16_optimizer
@@ -60,7 +62,6 @@ def decide_on_device(optimizer: Any, inner: torch.optim.Optimizer) -> None:
 @contextlib.contextmanager
 def _decided_by(fused: Any, home: ModuleType) -> Iterator[None]:
     """A module of DeepSpeed passes its decisions about a norm to torch's optimizer, inside this context."""
-    from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime import utils
 
     def valid(norm: Tensor) -> bool:
@@ -89,8 +90,7 @@ def _decided_by(fused: Any, home: ModuleType) -> Iterator[None]:
             if hasattr(home, name):
                 stack.enter_context(mock.patch.object(home, name, function))
         stack.enter_context(mock.patch.object(utils, "mask_nan_or_inf_with_val_inplace", unmasked))
-        # ZeRO 3 has the host wait for the gather of small weights, which is in the order of the current stream
-        stack.enter_context(mock.patch.object(type(get_accelerator()), "resolves_data_dependency", lambda _: True))
+        stack.enter_context(_gathers_in_order())
         yield
 
 
@@ -142,6 +142,65 @@ def _add_up_offloaded(optimizer: Any) -> None:
 
     optimizer.update_offload_overflow_tracker, optimizer.has_overflow = track, has_overflow
     optimizer.complete_grad_norm_calculation_for_cpu_offload, optimizer.scaled_global_norm = norm_of_group, norm
+
+
+def _add_up_offloaded_shards(optimizer: Any) -> None:
+    """The host reads the norms of all groups that ZeRO 3 offloads at once, after their last gradient has arrived. Until
+    then it reads no gradient. DeepSpeed waits in each backward pass, for each group's norm and for each copy of
+    weights. It still does for NVMe, which reads gradients in the backward pass, and for the loss scale of fp16."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    if optimizer.swap_optimizer or optimizer.dtype == torch.float16:
+        return
+    device = torch.device(get_accelerator().current_device_name())
+    step, reassign = optimizer.step, optimizer._reassign_or_swap_out_partitioned_parameters
+
+    def of_group(params: Sequence[Any]) -> Tensor:
+        ranks = optimizer._get_param_partition_group(params[0])
+        everywhere = optimizer._grad_norm_counts_every_rank(params, ranks)
+        first = everywhere or optimizer.model_parallel_rank == 0
+        counted = [optimizer.get_param_id(each) for each in params if first or is_model_parallel_parameter(each)]
+        norms = optimizer.norm_for_param_grads
+        found = [norms[each] for each in counted if each in norms]  # of parameters that were used
+        squares = torch.stack(found).square().sum().float() if found else torch.zeros((), device=device)
+        dist.all_reduce(squares, group=ranks)
+        if not everywhere:
+            optimizer._model_parallel_all_reduce(tensor=squares, op=dist.ReduceOp.SUM)
+        return squares.sqrt()
+
+    def norms_of_groups() -> list[Tensor]:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).wait_stream(optimizer.reduce_and_partition_stream)
+        return list(torch.stack([of_group(each) for each in optimizer.fp16_groups]).cpu())
+
+    def write(group: int) -> None:
+        """Copies the masters' roundings from a buffer of their own: the next update may change masters before that."""
+        weights, masters = optimizer.fp16_partitioned_groups_flat[group], optimizer.fp32_partitioned_groups_flat[group]
+        if weights is None or weights.device == masters.device:
+            return reassign(group)
+        pinned = optimizer.offload_optimizer_pin_memory
+        rounded = torch.empty(masters.shape, dtype=weights.dtype, pin_memory=pinned).copy_(masters.detach())
+        weights.data.copy_(rounded, non_blocking=True)
+        optimizer._unflatten_partitioned_parameters(group)
+
+    def update(*arguments: Any, **options: Any) -> Any:
+        with _gathers_in_order():
+            return step(*arguments, **options)
+
+    optimizer._get_norm_groups, optimizer._reassign_or_swap_out_partitioned_parameters = norms_of_groups, write
+    if device.type == "cuda":
+        _order_on_device(optimizer)
+        if not optimizer.offload_param:  # a gather of parameters from the host would have its source changed
+            optimizer.step = update
+
+
+def _gathers_in_order() -> Any:
+    """ZeRO 3 has the host wait for the gather of small weights, which is in the order of the current stream. Inside
+    this context it does not."""
+    from deepspeed.accelerator import get_accelerator
+
+    return mock.patch.object(type(get_accelerator()), "resolves_data_dependency", lambda _: True)
 
 
 def _norm_of_shards(optimizer: Any) -> Any:

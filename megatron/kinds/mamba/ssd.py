@@ -29,12 +29,12 @@ from torch.autograd.function import once_differentiable
 from megatron.kinds.common.recurrence import recomputed as place
 from megatron.kinds.common.recurrence.convolution import sequences
 from megatron.kinds.common.recurrence.decays import chunk_product, decays
-from megatron.kinds.common.recurrence.pieces import document_bounds
 from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.parallel.layout.precision import at_least_fp32
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 Limits = tuple[float, float | None]  # of time steps
+NOTHING_LEFT = -106.0  # logarithm of a decay that is 0 in fp32, whose least number is 2**-149 = exp(-103.3)
 
 
 def inside_gradient(y_BcQhP: Tensor, x_BcQhP: Tensor, scores_BcgQQ: Tensor, inside_BchQQ: Tensor) -> Four:
@@ -302,20 +302,27 @@ def ssd_of_fla(
     """
     if inputs[0].dtype == torch.float32:
         return ssd(*inputs, chunk=chunk, limits=limits, starts_BS=starts_BS)
-    bounds = None if starts_BS is None else document_bounds(starts_BS)
-    attention = functools.partial(_gated_attention, parts or (gated_rows, gated_output), limits, bounds)
+    attention = functools.partial(_gated_attention, parts or (gated_rows, gated_output), limits, starts_BS)
     return recomputed(attention, *inputs), None
 
 
 def gated_rows(
-    x: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, B: Tensor, C: Tensor, limits: Limits
+    x: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, B: Tensor, C: Tensor, starts: Tensor | None, limits: Limits
 ) -> tuple[Tensor, ...]:
-    """Queries, keys and values of each head, and the logarithms of its decays."""
+    """Queries, keys and values of each head, and the logarithms of its decays.
+
+    The state decays to zero at the first token of a document. With bounds of documents the host would wait in each
+    layer for sizes of the kernels' buffers, which depend on them.
+    """
     step = F.softplus(at_least_fp32(dt) + dt_bias)
     step = step if limits == (0.0, None) else step.clamp(*limits)
     share = x.shape[2] // B.shape[2]
     query, key = (each.repeat_interleave(share, 2) for each in (C, B))
-    return query, key, (x * step.unsqueeze(-1)).to(x.dtype), step * -A_log.exp()
+    decay = step * -A_log.exp()
+    if starts is not None:
+        places = torch.arange(x.shape[1], device=x.device)
+        decay = decay.masked_fill(((starts == places) & (places > 0)).unsqueeze(-1), NOTHING_LEFT)
+    return query, key, (x * step.unsqueeze(-1)).to(x.dtype), decay
 
 
 def gated_output(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
@@ -323,17 +330,15 @@ def gated_output(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
 
 
 def _gated_attention(
-    parts: tuple[Callable, Callable], limits: Limits, bounds: Tensor | None, *inputs: Tensor
+    parts: tuple[Callable, Callable], limits: Limits, starts: Tensor | None, *inputs: Tensor
 ) -> Tensor:
     from fla.ops.simple_gla import chunk_simple_gla
 
     x, dt, dt_bias, A_log, D, B, C = inputs
     rows_of, output_of = parts
-    rows = rows_of(x, dt, dt_bias, A_log, B, C, limits)
-    if bounds is not None:  # documents of all samples one after another, as one sample
-        rows = [each.flatten(0, 1).unsqueeze(0) for each in rows]
-    y, _ = chunk_simple_gla(*(each.contiguous() for each in rows), scale=1.0, cu_seqlens=bounds)
-    return output_of(y.view_as(x), x, D)
+    rows = rows_of(x, dt, dt_bias, A_log, B, C, starts, limits)
+    y, _ = chunk_simple_gla(*(each.contiguous() for each in rows), scale=1.0)
+    return output_of(y, x, D)
 
 
 SCANS: Mapping[str, Callable[..., tuple[Tensor, Tensor | None]]] = {

@@ -88,8 +88,20 @@ class AllToAllDispatch:
 
     @torch.no_grad()
     def _plan(self, rows: Rows) -> Trip:
-        """Exchange the number of rows of each expert. Only here the host waits for the device."""
         own, ends_E = self._share(rows)
+        x, E = self.expert.size, len(ends_E)
+        if own is None and rows.each is not None:  # as on the other ranks, whose number of tokens is the same
+            from_txn, part = ends_E.new_full((1, x, E // x), rows.each), rows.each * (E // x)
+            sizes = [part] * (2 * x) + [part * x]
+        else:
+            from_txn, sizes = self._counted(ends_E, len(rows.source_R))
+        sent, received, arrived = sizes[:x], sizes[x : 2 * x], sizes[2 * x :]
+        own, room = None if own is None else own[: sum(sent)], max(arrived)
+        ends_n = from_txn.sum((0, 1)).cumsum(0).int()
+        return Trip(len(rows.source_R), own, sent, received, room, _places(from_txn, room, sum(arrived)), ends_n)
+
+    def _counted(self, ends_E: Tensor, rows: int) -> tuple[Tensor, list[int]]:
+        """Exchange the number of rows of each expert. Only here the host waits for the device."""
         sent_xn = ends_E.diff(prepend=ends_E.new_zeros(1)).view(self.expert.size, -1)
         from_xn = sent_xn
         if self.expert.size > 1:
@@ -100,15 +112,11 @@ class AllToAllDispatch:
             everyone = from_xn.new_empty((self.slices.size * self.expert.size, from_xn.shape[1]))
             dist.all_gather_into_tensor(everyone, from_xn, group=self.slices.group)
             from_txn = everyone.view(-1, *from_xn.shape)
-        x, ends_n = self.expert.size, from_txn.sum((0, 1)).cumsum(0).int()
         counts = torch.cat([sent_xn.sum(1), from_xn.sum(1), from_txn.sum((1, 2))])
-        sizes = self._even(len(rows.source_R)) if hasattr(counts, "fake_mode") else counts.tolist()
-        sent, received, arrived = sizes[:x], sizes[x : 2 * x], sizes[2 * x :]
-        own, room = None if own is None else own[: sum(sent)], max(arrived)
-        return Trip(len(rows.source_R), own, sent, received, room, _places(from_txn, room, sum(arrived)), ends_n)
+        return from_txn, self._even(rows) if hasattr(counts, "fake_mode") else counts.tolist()
 
     def _even(self, rows: int) -> list[int]:
-        """The sizes of `_plan` in a rehearsal, where tensors have no values: every expert gets the same number of
+        """The sizes of `_counted` in a rehearsal, where tensors have no values: every expert gets the same number of
         rows."""
         own, x = rows // self.tensor.size, self.expert.size
         sent = [own // x + (place < own % x) for place in range(x)]

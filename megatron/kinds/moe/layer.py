@@ -180,6 +180,8 @@ class MoE(nn.Module):
             placed = ExpertChoice(self.order[placed.of_tokens])
         capacity = self._capacity(len(x_TH))
         rows = sort_by_expert(placed, self.options.experts, len(x_TH), capacity, self.placed)
+        if not self.training:  # the number of tokens may differ between ranks
+            rows = replace(rows, each=None)
         if x_BSH.shape[1] == 1 and not self.training and choice.experts_Tk is not None:
             # The order of a token's sums over tensor parallel ranks must not follow from the tokens decoded with it.
             rows = replace(rows, owner_T=choice.experts_Tk[:, 0].long())

@@ -29,6 +29,7 @@ class Rows:
     place_Tk: Tensor | None = None  # int64, the row of each token's choices. None where experts choose.
     kept_Tk: Tensor | None = None  # which choices have a row (capacity). None where all have.
     owner_T: Tensor | None = None  # int64, numbers by which tensor parallel ranks divide the tokens. None: in order.
+    each: int | None = None  # number of rows of every expert. None where the data decides.
 
     @property
     def exact(self) -> bool:
@@ -63,7 +64,7 @@ def sort_by_expert(
     if choice.tokens_EC is not None:
         count, device = choice.tokens_EC.shape[1], choice.tokens_EC.device
         ends_E = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * count
-        return Rows(choice.tokens_EC.flatten(), ends_E, tokens)
+        return Rows(choice.tokens_EC.flatten(), ends_E, tokens, each=count)
     # A GPU sorts numbers by their bits, a few of them at a time.
     chosen_R = choice.of_tokens.flatten().to(torch.int16 if experts < 2**15 else torch.int32)
     sorted_R, order_R = chosen_R.sort(stable=True)
@@ -83,7 +84,7 @@ def sort_by_expert(
     place_R.scatter_(0, order_R, torch.where(kept_R, slot_R, 0))
     kept.scatter_(0, order_R, kept_R)
     ends_E = ((numbers_E + 1) * capacity).int()
-    return Rows(source, ends_E, tokens, place_R.view(-1, top_k), kept.view(-1, top_k))
+    return Rows(source, ends_E, tokens, place_R.view(-1, top_k), kept.view(-1, top_k), each=capacity)
 
 
 class _Spread(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.config.arithmetic.machine import installed
 from megatron.engine import base as engines
-from megatron.engine.deepspeed import scattered, step_on_device
+from megatron.engine.deepspeed import one_pass, scattered, step_on_device
 from megatron.testing.ranks import on_ranks
 from tests.engine.deepspeed.test_sums import train
 
@@ -121,6 +121,24 @@ needs_triton = pytest.mark.skipif(not installed("triton"), reason="needs triton"
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET=1 chooses the interpreter"
 )
+
+
+@needs_triton
+def test_kernels_are_tried_with_all_types_of_parameters():
+    """Some layers keep parameters in fp32. A kernel that fails for these must fail before the first step."""
+    from megatron.engine.deepspeed import adamw_kernels as kernels
+
+    added, updated = set(), set()
+    wide, short = torch.zeros(16), torch.zeros(16, dtype=torch.bfloat16)
+    optimizer = SimpleNamespace(fp32_groups_flat_partition=[wide, wide], bf16_groups_flat=[short, wide])
+    with (
+        mock.patch.object(one_pass, "skips_on_device", lambda inner: True),
+        mock.patch.object(one_pass, "is_bf16_on_gpu", lambda optimizer: True),
+        mock.patch.object(kernels, "add", lambda sums, gradients, squares: added.add(gradients[0].dtype)),
+        mock.patch.object(kernels, "update", lambda group, master, narrow, *states: updated.add(narrow.dtype)),
+    ):
+        assert one_pass.passes_of_adamw(optimizer, SimpleNamespace(kernels=None)) is kernels
+    assert added == updated == {torch.bfloat16, torch.float32}
 
 
 @needs_triton

@@ -71,8 +71,9 @@ def _trained(
         for each in handles:
             each.remove()
         states = [part for each in engine.optimizer.state.values() for part in each.values()]
+        offloads = getattr(zero, "cpu_offload", False)  # of ZeRO 1 and 2, which are one optimizer then
         kept = [
-            *getattr(zero, MASTERS[2 if "zero" in (more or {}) else stage]),
+            *getattr(zero, MASTERS[2 if offloads else stage]),
             *(part for part in states if isinstance(part, torch.Tensor)),
         ]
         seen.append((float(result.grad_norm), [each.detach().clone() for each in kept]))
@@ -125,12 +126,13 @@ def test_experts_on_several_ranks():
     assert host == device
 
 
-OFFLOADED = [(stage, bad) for stage in (1, 2) for bad in (False, True)]
+OFFLOADED = [(stage, bad) for stage in (1, 2, 3) for bad in (False, True)]
 
 
 def offloaded(of_each: bool) -> list[Steps]:
-    """Steps with masters on the host. DeepSpeed reads norms and overflows of each parameter."""
-    with patch.object(step_on_device, "_add_up_offloaded", lambda optimizer: None) if of_each else nullcontext():
+    """Steps with masters on the host. DeepSpeed reads norms and overflows of each parameter, or group at ZeRO 3."""
+    own = {name: lambda optimizer: None for name in ("_add_up_offloaded", "_add_up_offloaded_shards")}
+    with patch.multiple(step_on_device, **own) if of_each else nullcontext():
         more = {"zero": {"offload_optimizer": {"device": "cpu"}}}
         return [_trained(False, stage, 0.05, bad, more) for stage, bad in OFFLOADED]
 

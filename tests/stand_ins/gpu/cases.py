@@ -55,6 +55,11 @@ CASES = {
             "training.global_batch_size=8",
         ],
     ),
+    "experts with a capacity, bf16, dp2 ep2": (
+        2,
+        "moe",
+        ["configs/layouts/bf16.yml", "parallel.expert=2", "model.moe.capacity_factor=1.0", *FOUR],
+    ),
     "llama, bf16, tp2 pp2 dp4": (
         16,
         "llama",
