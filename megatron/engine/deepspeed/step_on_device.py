@@ -147,11 +147,14 @@ def _add_up_offloaded(optimizer: Any) -> None:
 def _add_up_offloaded_shards(optimizer: Any) -> None:
     """The host reads the norms of all groups that ZeRO 3 offloads at once, after their last gradient has arrived. Until
     then it reads no gradient. DeepSpeed waits in each backward pass, for each group's norm and for each copy of
-    weights. It still does for NVMe, which reads gradients in the backward pass, and for the loss scale of fp16."""
+    weights. It still does for the loss scale of fp16, and where the host reads gradients in the backward pass: for
+    NVMe, ZenFlow and SuperOffload."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.utils import is_model_parallel_parameter
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-    if optimizer.swap_optimizer or optimizer.dtype == torch.float16:
+    early = optimizer.swap_optimizer or optimizer.zenflow or type(optimizer) is not DeepSpeedZeroOptimizer_Stage3
+    if early or optimizer.dtype == torch.float16:
         return
     device = torch.device(get_accelerator().current_device_name())
     step, reassign = optimizer.step, optimizer._reassign_or_swap_out_partitioned_parameters

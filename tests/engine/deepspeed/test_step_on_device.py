@@ -146,6 +146,41 @@ def test_the_norm_of_offloaded_gradients_is_read_once():
             assert all(map(torch.equal, wanted, found))
 
 
+def trained_offloaded(of_each: bool, values: dict[str, Any], ranks: int) -> tuple[list[float], list[float]]:
+    own = patch.object(step_on_device, "_add_up_offloaded_shards", lambda optimizer: None)
+    with own if of_each else nullcontext():
+        config, engine = runs.start(values, ranks)
+        return runs.steps(config, engine, 0, 2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["state space on dp2, ZeRO 3, four micro-batches, recomputation", "llama on tp2 · dp2, ZeRO 3, sequence parallel"],
+)
+def test_offloaded_shards_of_several_ranks(name: str):
+    """Of parameter groups in two types, and with tensor parallel parameters. Gradients are clipped."""
+    case = next(case for case in cases() if case.name == f"bf16: {name}")
+    offloaded = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+    values = overlay(case.values, offloaded) | {"optimizer": {"lr": 1e-2, "gradient_clipping": 0.3}}
+    of_each, once = (run(case.ranks, trained_offloaded, own, values, case.ranks) for own in (True, False))
+    assert of_each == once and min(once[0][1]) > 0.3
+
+
+@pytest.mark.parametrize("own", ["swap_optimizer", "zenflow", "dtype", "class"])
+def test_gradients_that_the_host_reads_earlier_keep_the_waits_of_deepspeed(own: str):
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    made = (
+        type("SuperOffload", (DeepSpeedZeroOptimizer_Stage3,), {}) if own == "class" else DeepSpeedZeroOptimizer_Stage3
+    )
+    optimizer = made.__new__(made)
+    before = {"offload_optimizer": True, "swap_optimizer": False, "zenflow": False, "dtype": torch.bfloat16}
+    before |= {} if own == "class" else {own: torch.float16 if own == "dtype" else True}
+    vars(optimizer).update(before)
+    step_on_device.decide_on_device(optimizer, torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))
+    assert vars(optimizer) == before
+
+
 GATED = [  # ZeRO stage, action at spikes, factor of a gradient in step BAD
     *((stage, action, factor) for stage in (1, 2) for action in ("skip", "clip") for factor in (1e4, torch.nan)),
     (3, "skip", 1e4),
