@@ -7,7 +7,8 @@
 
 `make bench` runs it in an environment that has the peers (requirements/bench.txt). Each row is kept in build/bench as
 soon as it is found, by processor and clock, so that an interrupted run continues. `--fresh` measures again.
-A row that fails is named, with the last line of its error, and the others follow: the exit status is then 1.
+A row that fails is named, with the last line of its error, and the others follow: the exit status is then 1. A table
+stays as it is where this processor has none of its rows: each table names its processor.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ PACKAGES = (
 )
 TABLES = {
     "training": "Training steps",
+    "bound": "Bounds of training steps",
     "threads": "Training steps with two threads",
     "ranks": "Two data parallel ranks",
     "start": "From the command to the first step",
@@ -127,6 +129,11 @@ ROWS = (  # the second row of a shape has contenders that would not fit into 24 
         Row("training", "moe", ("--shapes", "small", "--precision", precision, "--steps", "1", *more))
         for more in ((), ("--sequence", "2048", "--micro-batch", "1"))
         for precision in ("bf16", "fp32")
+    ),
+    *(
+        replace(bf16, table="bound", arguments=(*bf16.arguments, "--bound"))
+        for shape in ("pythia-70m", "llama-70m", "pythia-160m")
+        for bf16, _ in (_step(shape, 2, among=("litgpt",)),)
     ),
     *_step("pythia-14m", 4, among=("eager", "compiled", "autocast", "litgpt"), threads=2),
     *_step("pythia-70m", 2, rounds=3, among=("eager", "autocast", "litgpt"), threads=2),
@@ -226,7 +233,7 @@ def write(page: str, clock: str, kept: Kept) -> str:
             raise ValueError(f"{PAGE}: there is no line {begin.strip()}")
         before, rest = page.split(begin, 1)
         after = rest[rest.index(end) :]
-        page = f"{before}{begin}{text(table, clock, kept)}{after}"
+        page = f"{before}{begin}{text(table, clock, kept) or rest[: rest.index(end)]}{after}"
     return page
 
 

@@ -75,6 +75,7 @@ class Comparison:
         memory: our peak memory as a share of the peer's, if it was measured.
         peak: FLOP/s of matrix products in the same rounds, if they were measured.
         share, share_theirs: share of that peak which both numbers need, by the FLOPs of the models.
+        bound: the largest ratio that any program could have, if it was measured.
     """
 
     what: str
@@ -89,6 +90,7 @@ class Comparison:
     peak: float | None = None
     share: float | None = None
     share_theirs: float | None = None
+    bound: float | None = None
 
 
 def compare(
@@ -152,9 +154,10 @@ def grid(cells: Sequence[Sequence[Any]]) -> str:
 
 
 def markdown(made: Sequence[dict[str, Any]]) -> str:
-    """The table of some comparisons, with a column for the peak if one of them has it."""
-    peaks = any(row.get("peak") for row in made)
+    """The table of some comparisons, with columns for the peak and the bound if one of them has it."""
+    peaks, bounds = (any(row.get(name) for row in made) for name in ("peak", "bound"))
     heads = ["measured", "ours", "peer", "its", "times as fast (range)", "memory, ours of its"]
+    heads[5:5] = ["at most"] * bounds
     heads[1:1] = ["matmul peak"] * peaks
     text = [heads]
     for row in made:
@@ -162,6 +165,8 @@ def markdown(made: Sequence[dict[str, Any]]) -> str:
         span = f"{row['ratio']:.2f} ({row['least']:.2f} – {row['most']:.2f})"
         ours, theirs = (_number(row, *names) for names in (("ours", "share"), ("theirs", "share_theirs")))
         cells = [row["what"], ours, row["peer"], theirs, span, memory]
+        if bounds:
+            cells.insert(5, f"{row['bound']:.2f}" if row.get("bound") else "")
         if peaks:
             cells.insert(1, f"{row['peak'] / 1e9:.0f} GFLOP/s" if row.get("peak") else "")
         text.append(cells)

@@ -4,7 +4,8 @@
 
 Both read the same token files, in processor time of one process: the loader without threads, so that what it does is
 counted. Ours also hashes every sample. Of the order the time is given to build and write it, and to read it again from
-where it was written. `core_data.py` has the other side. Without that package only ours is measured, and nothing shown.
+where it was written. Ours then compares each byte with its checksums. Megatron-core's only maps its files, so a second
+peer reads their bytes too, and adds them up. `core_data.py` has the other side.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from bench.data.data_order import make_pair, sizes_of
 from bench.runner import Result, compare, comparison, in_folder, share
 from megatron.data.token_file import TokenFile
 
-PEER = "Megatron-core"
+PEER, CHECKED = "Megatron-core", "Megatron-core, each byte read"
 BATCH = 8
 
 
@@ -98,8 +99,9 @@ def measure(given: argparse.Namespace, folder: Path) -> Result:
     def seconds(part: str) -> dict[str, list[float]]:
         return {name: [each[part] for each in found] for name, found in rounds.items()}
 
+    load = {**seconds("load"), CHECKED: [each["checked"] for each in rounds[PEER]]}
     size = f"{file.tokens / 1e6:,.0f} M tokens, {given.documents:,.0f} documents, {samples:,} samples of {length}"
-    made = compare(f"build the order: {size}", "s", seconds("build")) + compare("load it again", "s", seconds("load"))
+    made = compare(f"build the order: {size}", "s", seconds("build")) + compare("load it again", "s", load)
     if given.batches:
         tokens = given.batches * BATCH * length
         made += compare(f"read batches of {BATCH} x {length}", "tokens/s", seconds("read"), tokens)

@@ -9,7 +9,8 @@ The loops train a model of the same shape, eager and compiled.
 Each contender has a process of its own, and they take turns in rounds. Speeds are medians over rounds, ratios are
 medians of the ratios of neighbouring rounds. Before anything is timed, all contenders take the same first steps and
 must report the same losses and gradient norms. Otherwise the exit status is 1. On a CPU each table also has the share
-of the matrix products that the processor does, measured in the same rounds.
+of the matrix products that the processor does, measured in the same rounds. With `--bound` it has in "at most" how many
+times as fast as the peer a step would be that has only our products, attention and AdamW's update.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from bench.step.remote import TOLERANCE, check_equal, first_steps, rounds_of, st
 from bench.step.setup import SHAPES, Setup, configuration, flops_per_token
 from megatron.config.problems import UserError
 
+BOUND = "bound"  # name among contenders of the part of a step that every program has to do
 COMPILED = {
     "ours-compiled": "ours, compiled",
     "ours-compiled-again": "ours, compiled, with what the former start has kept",
@@ -44,6 +46,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=TOLERANCE, help="fp32 on CPU and bf16 on a GPU, unless given")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(USUAL))
     share(parser, "--micro-batch", "--vocabulary", "--steps", "--rounds", "--device", "--clock")
+    parser.add_argument("--bound", action="store_true", help="measure the part of a step that every program has to do")
     own = "of our configuration. Write them first"
     parser.add_argument("options", nargs="*", type=option, metavar="key.path=value", help=own)
 
@@ -68,18 +71,22 @@ def measure(given: argparse.Namespace) -> Result:
             with tempfile.TemporaryDirectory() as empty:
                 cache = {"TORCHINDUCTOR_CACHE_DIR": empty} if "ours-compiled-again" in names else {}
                 with mock.patch.dict(os.environ, cache):
-                    made += steps_of(setup, names, given.steps, given.rounds)
+                    made += steps_of(setup, names, given.steps, given.rounds, given.bound)
     return comparison(made)
 
 
-def steps_of(setup: Setup, names: list[str], steps: int, rounds: int) -> list[dict[str, Any]]:
+def steps_of(setup: Setup, names: list[str], steps: int, rounds: int, bound: bool = False) -> list[dict[str, Any]]:
     """Compare a step of a shape.
 
     Raises:
         Mismatch: the contenders do not compute the same thing.
     """
-    products = [PRODUCTS] if setup.device == "cpu" else []
-    with started([*names, *products], setup, dict.fromkeys(products, Products)) as remotes:
+    further: dict[str, Any] = {PRODUCTS: Products} if setup.device == "cpu" else {}
+    if bound:
+        from bench.step.bound import Bound
+
+        further[BOUND] = Bound
+    with started([*names, *further], setup, further) as remotes:
         first, failed = first_steps([remote for remote in remotes if remote.name in names])
         check_equal(first, TOLERANCE[setup.compute])
         seconds, peaks = rounds_of([remote for remote in remotes if remote.name not in failed], steps, rounds)
@@ -101,7 +108,7 @@ def compared(
         seconds: per step, by contender, in each round.
         peaks: memory, bytes.
     """
-    product_seconds = seconds.pop(PRODUCTS, None)
+    product_seconds, least = seconds.pop(PRODUCTS, None), seconds.pop(BOUND, None)
     what = f"{setup.shape}, {setup.compute}, {setup.micro_batch} x {setup.sequence} tokens"
     if setup.device == "cuda":
         what += _utilisation(setup, setup.tokens / statistics.median(seconds["ours"]))
@@ -113,6 +120,8 @@ def compared(
         add_shares(made, peak, dict.fromkeys(own, flops_per_token(configuration(setup))))
     for row in made:
         row["memory"] = peaks["ours"] / peaks[row["peer"]]
+        if least is not None:
+            row["bound"] = statistics.median(theirs / each for theirs, each in zip(seconds[row["peer"]], least))
         row["peer"] = COMPILED.get(row["peer"], row["peer"].replace("ours-", "ours, "))
     what = f"{setup.shape}, {setup.compute}: the first two steps, processor time with the compiler's"
     for name in (each for each in COMPILED if each in seconds):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from bench.runner import Mismatch, parser_of, run
 from bench.step import contenders, train_step
+from bench.step.bound import NEEDED, Bound, Calls
 from bench.step.contenders import CONTENDERS, has
 from bench.step.remote import TOLERANCE, check_equal, first_steps
 from bench.step.setup import Setup, configuration
@@ -73,6 +76,34 @@ def test_a_row_in_bf16():
     rows = json.loads(done.stdout)
     assert [row["peer"] for row in rows] == ["eager", "autocast"]
     assert all("bf16" in row["what"] and row["least"] <= row["ratio"] <= row["most"] for row in rows)
+
+
+def test_the_bound_has_all_products_of_a_step_and_nothing_else():
+    """Products of matrices are three per weight and token. AdamW updates each weight once. Ours is not called again."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        flops, updated, names = pool.submit(_bound, Setup("tiny", 32, 2, vocabulary=256, precision="bf16")).result()
+    hidden, layers, words, tokens = 32, 2, 256, 64
+    weights = layers * 12 * hidden**2 + words * hidden
+    assert flops == 6 * weights * tokens
+    assert updated == weights + words * hidden + layers * (9 + 4) * hidden + 2 * hidden
+    assert names <= NEEDED and "bmm" in names
+
+
+def _bound(setup: Setup) -> tuple[int, int, set[str]]:
+    """FLOPs of products without attention's tiles, elements that are updated, and operations of a repeated step."""
+    bound = Bound(setup)
+    with Calls() as seen:
+        bound.step(0)
+    names, flops, updated = set(), 0, 0
+    for function, args, _ in seen.made:
+        name = function.overloadpacket.__name__
+        names.add(name)
+        if name in ("mm", "addmm"):
+            left, right = args[-2:]
+            flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
+        if name == "_fused_adamw_":
+            updated += sum(each.numel() for each in args[0])
+    return flops, updated, names
 
 
 def test_ours_must_take_part(capsys):
