@@ -33,6 +33,7 @@ from torch import Tensor
 from megatron.engine.protocol import CLIP, LOSS, NORM, Spike
 from megatron.engine.state import EngineState, Owned
 from megatron.parallel.layers.collectives import all_reduce
+from megatron.parallel.layers.parameters import logical_of
 from megatron.parallel.layout.mesh import Mesh, stage_axis
 
 from .options import ADAGC, AdaGCSection, SpikeClipSection, SpikesSection
@@ -243,7 +244,7 @@ class AdaGC:
         self.norms = torch.tensor(values, dtype=torch.float64, device=self._device)
 
     def _all_names(self) -> list[str]:
-        own = sorted({owned.tensor.name for owned in self._state.owned()})
+        own = sorted({logical_of(each).name for each in self._state.parameters})
         everything: list[list[str]] = [own]
         if self._world > 1:
             everything = [[] for _ in range(self._world)]

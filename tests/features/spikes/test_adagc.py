@@ -9,13 +9,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from megatron.checkpoint import open_checkpoint
+from megatron.config import resolve
 from megatron.engine.state import Owned
 from megatron.features.spikes.options import AdaGCSection
 from megatron.features.spikes.rule import AdaGC
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.layout.shard import LogicalTensor, Role
+from megatron.rehearsal.command import in_own_process
+from tests.rehearsal.counted import counted
 from tests.training.test_run import job, losses, tensors
 from tests.workers import run as on_ranks
 
@@ -44,6 +48,12 @@ def paper(
     return clipped
 
 
+def state_of(owned: list[Owned]) -> SimpleNamespace:
+    return SimpleNamespace(
+        owned=lambda: iter(owned), parameters=[SimpleNamespace(logical=each.tensor) for each in owned]
+    )
+
+
 def test_the_rule_is_that_of_the_paper() -> None:
     draw, steps, warmup = np.random.default_rng(0), 60, 10
     gradients = [{name: draw.normal(0, 1, size) for name, size in SIZES.items()} for _ in range(steps)]
@@ -55,7 +65,7 @@ def test_the_rule_is_that_of_the_paper() -> None:
         Owned(LogicalTensor(name, (size,), Role.NORM), (0, 1), 0, size, parameters[name], 0)
         for name, size in SIZES.items()
     ]
-    state = SimpleNamespace(owned=lambda: iter(owned))
+    state = state_of(owned)
     options = AdaGCSection(warmup=warmup)
     rule = AdaGC(options, 2.0, state, Mesh.single(), torch.device("cpu"))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
@@ -77,7 +87,7 @@ def test_a_tensor_without_a_gradient_keeps_its_norm() -> None:
     """The least norm of the first steps would be 0, and the tensor would never move again."""
     parameter = torch.nn.Parameter(torch.zeros(3))
     owned = [Owned(LogicalTensor("a", (3,), Role.NORM), (0, 1), 0, 3, parameter, 0)]
-    state = SimpleNamespace(owned=lambda: iter(owned))
+    state = state_of(owned)
     rule = AdaGC(AdaGCSection(warmup=2), 1.0, state, Mesh.single(), torch.device("cpu"))  # type: ignore[arg-type]
     optimizer, seen = torch.optim.SGD([parameter], lr=1.0), []
     for values in ([3.0, 0.0, 4.0], [0.0] * 3, [0.0] * 3, [30.0, 0.0, 40.0]):
@@ -165,3 +175,12 @@ def test_runs_clip_each_tensor_on_every_layout(tmp_path: Path) -> None:
         assert ours == pytest.approx(theirs, rel=1e-4), name
     assert losses(found["parts"]) == losses(found["zero 2"]), "decided as if it had never stopped"
     assert norms(tmp_path, "parts", STEPS) == norms(tmp_path, "zero 2", STEPS)
+
+
+def test_a_rehearsal_has_the_bytes_of_a_run():
+    values = {**yaml.safe_load(YAML), "zero": {"stage": 1, "bucket_size": 2000}}
+    real = on_ranks(2, counted, values, 2)
+    for rank in range(2):
+        found = in_own_process(resolve(values, ranks=2), 2, rank)
+        assert (found.peak, found.kept) == pytest.approx((real[rank].peak, real[rank].kept), rel=0.05)
+        assert sorted(found.messages) == sorted(real[rank].messages)
