@@ -9,7 +9,7 @@ help:
 	@echo 'make quickstart   install, make a corpus, train a small model on it, and see what it writes (minutes, no GPU needed)'
 	@echo 'make test         install, and run the tests of the code'
 	@echo 'make layouts      every architecture on every axis and every layout, against one process, and resumed on another layout'
-	@echo 'make tour         README, quick starts, notebook, example package, benchmarks and doctor, as a reader would run them'
+	@echo 'make tour         whole runs: README, quick starts, notebook, site and benchmarks as a reader runs them, and kills and hangs'
 	@echo 'make hosts        every way to start ranks on several hosts, for real: namespaces with their own sshd and Slurm (needs root)'
 	@echo 'make test-slow    more than make test has: the rest of the matrix of layouts, kill loops, more runners (an hour)'
 	@echo 'make test-fast    one case of every test that takes under a second: what to run while you work (3 minutes)'
@@ -38,20 +38,24 @@ dev:
 
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# Files that have a mark: to import all of them takes each process a quarter of a minute.
+MARKED = $(shell grep -rlE '$(1)' tests --include='test_*.py')
+
 test: dev
 	$(PYTEST)
 
 # After a change of the model, the engine or what is parallel: each layout against one process of plain PyTorch.
 layouts: dev
-	$(PYTEST) -m 'layouts and not slow'
+	$(PYTEST) -m 'layouts and not slow' $(call MARKED,mark\.layouts)
 
-# The commands of the documentation: installed commands, the README on one host and on several, ...
+# Whole runs. The commands of the documentation: installed commands, the README on one host and on several, the site. And
+# runs that are killed, hang, spike or resume, of which `make test` has one of each sort or their parts.
 tour: dev
-	$(PYTEST) -m 'tour and not slow'
+	$(PYTEST) -m 'tour and not slow' $(call MARKED,mark\.tour|toured)
 
 # Skipped, with the reason, without root and the programs that tests/launch/debian-packages lists.
 hosts: dev
-	$(PYTEST) -m 'hosts and not slow'
+	$(PYTEST) -m 'hosts and not slow' $(call MARKED,mark\.hosts)
 
 # Before a release, and after a change of what those tests are about.
 test-slow: dev
@@ -73,8 +77,8 @@ NUMERICAL := $(patsubst %,--ignore-glob='*/test_*%*',$(COUNTING) $(AMX)) $(wildc
 	$(wildcard tests/training/layouts/test_layouts*.py)
 
 # Inductor's code for all instructions gives nan where torch uses fewer, so these runs have a cache of their own.
-# The cases of a test have one bound and one code, and all of them run with all instructions: every third is enough here.
-SAMPLE ?= 3
+# The cases of a test have one bound and one code, and all of them run with all instructions: every fifth is enough here.
+SAMPLE ?= 5
 numerics: dev
 	$(NARROW) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor-narrow $(PYTEST) --sample $(SAMPLE) -m 'not slow and not tour and not hosts' $(NUMERICAL)
 

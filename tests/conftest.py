@@ -9,7 +9,9 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -52,11 +54,23 @@ def pytest_configure(config) -> None:
     if "XDG_STATE_HOME" not in os.environ:  # runs of tests correct no user's predictions
         folder = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()
         config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
+    forkserver.set_forkserver_preload = preload
     selection.configure(config)
     if path := config.getoption("--margins"):
         from tests import margins
 
         margins.start(path)
+
+
+def preload(names: Sequence[str]) -> None:
+    """Modules of the process that ranks, rehearsals and scripts are forked from. There is one for all of a process's
+    tests. The first of them starts it, and a module that it lacks is imported again by each process of the others.
+    """
+    from megatron.config.kind import kinds_of
+    from megatron.rehearsal.command import PRELOADED
+
+    kinds = {kind.layer.partition(":")[0] for kind in kinds_of().values()}
+    forkserver._forkserver.set_forkserver_preload([*names, *sorted(kinds), *PRELOADED])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -56,6 +56,20 @@ def covering(*axes: Iterable[Any], every: int | None = None) -> list[Any]:
     ]
 
 
+def toured(cases: Iterable[Any]) -> list[Any]:
+    """Cases of whole runs that differ in their layout or the like. A plain run has the first one that is not slow, and
+    `make tour` has the others."""
+    found: list[Any] = []
+    first = True
+    for each in cases:
+        case = each if isinstance(each, type(pytest.param())) else pytest.param(each)
+        if not any(mark.name == "slow" for mark in case.marks):
+            case = case if first else pytest.param(*case.values, id=case.id, marks=[*case.marks, pytest.mark.tour])
+            first = False
+        found.append(case)
+    return found
+
+
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection")
     group.addoption("--fast", action="store_true", help="only the first case of every test that takes under a second")

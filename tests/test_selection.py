@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 
-from tests.selection import covering, merged
+import pytest
+
+from tests.paths import ROOT
+from tests.selection import covering, merged, toured
 
 
 def test_what_ran_is_replaced_and_what_is_gone_is_forgotten() -> None:
@@ -27,3 +31,19 @@ def test_a_covering_set_has_each_value_of_each_axis_and_the_rest_is_slow() -> No
         plain = [case.values for case in cases if not case.marks]
         assert len(plain) == 30 // every and [set(column) for column in zip(*plain)] == [set(axis) for axis in axes]
         assert len({(letter, number) for letter, number, _ in plain}) == 15, "and each pair of the longer axes"
+
+
+def test_files_that_have_a_mark_are_found_by_its_text() -> None:
+    """As the Makefile finds the files of `make layouts`, `make tour` and `make hosts`."""
+    helpers = [path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")]
+    marking = [path.name for path in helpers if re.search(r"mark\.(tour|hosts|layouts)\b", path.read_text())]
+    assert marking == ["selection.py"]
+    assert "$(call MARKED,mark\\.tour|toured)" in (ROOT / "Makefile").read_text()
+
+
+def test_a_plain_run_has_one_case_of_whole_runs_and_the_tour_has_the_rest() -> None:
+    slow = pytest.param("a", marks=pytest.mark.slow)
+    cases = toured([slow, "b", pytest.param("c", id="named"), {"d": 1}])
+    assert [case.values for case in cases] == [("a",), ("b",), ("c",), ({"d": 1},)]
+    assert [[mark.name for mark in case.marks] for case in cases] == [["slow"], [], ["tour"], ["tour"]]
+    assert cases[2].id == "named"

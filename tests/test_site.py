@@ -42,11 +42,13 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.tour
 def test_every_page_is_part_of_the_site(site):
     for path in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", NOTEBOOK]:
         assert (site / path.relative_to(ROOT)).with_suffix(".html").is_file(), path
 
 
+@pytest.mark.tour
 def test_reference_pages_hold_what_the_code_says(site):
     api = (site / "docs" / "api.html").read_text()
     for name in ("megatron.api.resolve", "megatron.api.train", "megatron.api.analysis.OpenModel.forward"):
@@ -58,6 +60,7 @@ def test_reference_pages_hold_what_the_code_says(site):
     assert 'src="data:' in (site / "docs" / "notebook.html").read_text() or "png" in json.dumps(NOTEBOOK.read_text())
 
 
+@pytest.mark.tour
 def test_pages_need_nothing_from_elsewhere(site):
     for path in site.rglob("*.html"):
         loaded = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"', path.read_text())

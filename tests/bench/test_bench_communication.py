@@ -60,6 +60,7 @@ def islands_of_two() -> Tuned:
     return tune(world, "aabb", 4096, 16384, 1e-4, ["gloo"])
 
 
+@pytest.mark.tour
 def test_algorithms_are_tuned(tmp_path):
     """Each in every form of group over several hosts. The account's bytes follow the formulas in the docs."""
     tuned = run(4, islands_of_two)

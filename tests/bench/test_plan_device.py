@@ -15,6 +15,7 @@ from megatron.plan.devices import known_devices
 CASE = "tiny neox"
 
 
+@pytest.mark.tour
 def test_a_row_is_made_in_parts_and_kept(tmp_path, capsys):
     rows, asked = tmp_path / "rows.json", ["--cases", CASE, "--gpu", "cpu", "--json", str(tmp_path / "rows.json")]
     assert run("plan_device", [*asked, "--parts", "planned", "rehearsed"]) == 0

@@ -35,6 +35,7 @@ def test_small_operations_are_added_up():
     ]
 
 
+@pytest.mark.tour
 def test_of_a_real_step():
     words = ("--shapes", "tiny", "--precision", "fp32", "--sequence", "32", "--vocabulary", "256", "--steps", "2")
     program = ROOT / "bench" / "__main__.py"

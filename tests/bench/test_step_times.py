@@ -119,6 +119,7 @@ def test_a_comparison_that_lacks_a_time_has_not_succeeded(options, missing, tmp_
     assert run("plan_choice", ["--cases"]) == 1, "nothing was compared"
 
 
+@pytest.mark.tour
 def test_a_table_that_lacks_a_row_has_not_succeeded(tmp_path, monkeypatch, capsys):
     def measured(config, *_):
         if config.zero.stage:

@@ -81,6 +81,7 @@ def killed_at(number: int, file: Path) -> None:
     os._exit(0)  # nothing of the test's own process ends here
 
 
+@pytest.mark.tour
 def test_a_run_that_is_killed_anywhere_ends_with_the_same_bytes(tmp_path: Path) -> None:
     made = sources(tmp_path)
     curate(tmp_path, STAGES, made)
@@ -112,6 +113,7 @@ def test_a_folder_takes_one_recipe_and_the_same_inputs(tmp_path: Path) -> None:
         curate(tmp_path, STAGES[:2], made)
 
 
+@pytest.mark.tour
 def test_the_standard_library_becomes_a_token_file_that_leads_back_to_it(tmp_path: Path) -> None:
     """Real texts, end to end by the command line: each document of the token file has the id of a source file."""
     words = [

@@ -32,6 +32,7 @@ print("Submitted batch job", number)
 """
 
 
+@pytest.mark.tour
 def test_slurm_gives_the_bytes_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = sources(tmp_path)
     curate(tmp_path, STAGES, made, shard_bytes=1)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -45,6 +46,7 @@ def train() -> None:
             sys.exit(f"{compute}, ZeRO {stage}, {optimizer}: torch._dynamo was imported")
 
 
+@pytest.mark.tour
 def test_a_rank_that_compiles_nothing_does_not_import_the_compiler():
     """It takes seconds of every rank's start. torch's optimizers and DeepSpeed's Muon would import it."""
     program = "from tests.engine.test_start import train; train()"

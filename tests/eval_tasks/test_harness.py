@@ -22,6 +22,7 @@ from megatron.parallel.layout.mesh import Mesh
 from megatron.training.start.resume import initialize
 from megatron.training.world import World
 from tests.eval_tasks.models import KINDS, LENGTH, settings, write_checkpoint
+from tests.selection import toured
 from tests.workers import run
 
 REQUESTS = (  # a few documents of each kind of request. Contexts longer and shorter than the model
@@ -131,7 +132,7 @@ def _reference(kind: str, folder, path):
     return whole
 
 
-@pytest.mark.parametrize(("kind", "layout"), PAIRS, ids=lambda word: word.replace(" ", "-"))
+@pytest.mark.parametrize(("kind", "layout"), toured(PAIRS), ids=lambda word: word.replace(" ", "-"))
 def test_answers_are_those_of_the_harness_on_the_exported_model(kind, layout, by_transformers):
     folder, expected = by_transformers(kind)
     found = run(LAYOUTS[layout][0], on_layout, kind, folder, *LAYOUTS[layout])

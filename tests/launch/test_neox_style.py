@@ -71,6 +71,7 @@ def deepy(folder, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
+@pytest.mark.tour
 def test_the_command(tmp_path):
     """With the folder before or after the script. Mistakes end with status 2 and a fix."""
     (tmp_path / "conf").mkdir()

@@ -138,6 +138,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 THEIRS = 'dist.init_process_group("gloo", timeout=timedelta(seconds=300))\nrank = dist.get_rank()'
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("enter", [OURS, THEIRS], ids=["ours", "torch's own"])
 def test_what_ranks_of_one_host_listen_on(tmp_path, enter):
     """No socket of a run on one machine can be reached from another. A script with torch's own store runs too."""

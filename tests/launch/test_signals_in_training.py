@@ -42,6 +42,7 @@ def trained(job: subprocess.Popen, folder: Path, lines: int = 3) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("name", [pytest.param("SIGHUP", marks=pytest.mark.slow), "SIGUSR2"])
 def test_a_signal_saves_and_then_ends(start, tmp_path, name):
     number = getattr(signal, name)

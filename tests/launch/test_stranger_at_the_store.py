@@ -45,6 +45,7 @@ while True:
 """
 
 
+@pytest.mark.tour
 def test_a_run_ends_well_whatever_keys_a_stranger_guesses(tmp_path):
     with listen_on("127.0.0.1", one_host=True) as free:
         port = free.getsockname()[1]

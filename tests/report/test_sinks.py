@@ -56,6 +56,7 @@ def test_a_damaged_note_of_the_wandb_run_is_a_new_run(tmp_path, capsys, content)
     assert "wandb.json is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.tour
 def test_wandb_offline_keeps_one_run_over_a_resume(tmp_path, monkeypatch, capfd):
     """And says nothing: its closing table would cover our summary."""
     monkeypatch.delenv("WANDB_SILENT", raising=False)

@@ -103,6 +103,7 @@ def test_every_run_has_its_branches(folder, capsys):
     assert (config.training.steps, config.training.stop_at_step, config.run.dir) == (6, 4, "runs/small/w32-from-3")
 
 
+@pytest.mark.tour
 def test_trained_compared_and_gone_on_with(folder, started, capsys):
     """A run that fails takes its branches with it. Started again the rest is made. Each branch has read its trunk's
     batches, ends at the floor of the rate, and both ledgers know of it."""

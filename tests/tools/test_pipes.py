@@ -22,6 +22,7 @@ def unread(*arguments: str) -> tuple[str, int]:
     return process.communicate(timeout=200)[1], process.returncode
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize(
     "arguments",
     [

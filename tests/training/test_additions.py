@@ -131,6 +131,7 @@ def lines(run: Path) -> list[dict]:
     return [record for record in records if "loss" in record]
 
 
+@pytest.mark.tour
 def test_a_run_made_of_guests_is_resumed_on_another_layout(lab):
     """The whole run is started by deepy.py, whose ranks find the package by PYTHONPATH."""
     straight, broken = lab / "straight", lab / "broken"

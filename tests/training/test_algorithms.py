@@ -70,6 +70,7 @@ def folder(tmp_path_factory) -> str:
     return str(made)
 
 
+@pytest.mark.tour
 def test_losses_are_those_without_a_table(folder, capsys):
     found = run(4, runs, folder)[0]
     for name, rounding in (("zero 3", 1e-5), ("tensor", 2e-2)):

@@ -15,6 +15,7 @@ from megatron.data.hashing import batch_hash, sample_hash
 from megatron.data.provenance import Provenance, run_config, step_hash
 from megatron.testing.runs import train_on_ranks
 from tests.data.make import write_documents
+from tests.selection import toured
 from tests.training.matrix import merged
 from tests.training.test_sequence_stages import losses, weights
 
@@ -129,7 +130,7 @@ def test_sums_of_batches(tokens, staged) -> None:
     assert changes == [(0, 2), (2, 4), (4, 8)]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", toured(LAYOUTS))
 def test_on_a_layout_that_changes_in_the_middle_of_a_stage(name, tokens, staged, tmp_path) -> None:
     """Three steps on one layout, the others on another: losses, norms and weights of one process."""
     ranks, cut = LAYOUTS[name]

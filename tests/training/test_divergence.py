@@ -13,6 +13,7 @@ from megatron.checkpoint.save.writer import non_finite
 from megatron.parallel.layout.shard import LogicalTensor, Role
 from megatron.report.ledger import read_ledger
 from megatron.training.start.resume import divergence
+from tests.selection import toured
 from tests.training.runs import assemble, local_batch, portable, start
 from tests.training.test_run import TINY, job
 from tests.workers import run as on_ranks
@@ -67,7 +68,7 @@ def attempt(folder: str, ranks: int, number: int, *overrides: str) -> str:
     return "finished"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", toured(LAYOUTS))
 def test_a_diverged_update_is_never_saved(name, tmp_path):
     """Three sound steps, then a learning rate that no weight survives: the checkpoint after it is not written."""
     ranks, layout = LAYOUTS[name]
@@ -81,6 +82,7 @@ def test_a_diverged_update_is_never_saved(name, tmp_path):
         assert found.read(FragmentSpec.whole(found.tensors[name], state)).data.isfinite().all(), (found.path, name)
 
 
+@pytest.mark.tour
 def test_the_same_divergence_begins_further_back_and_then_stops(tmp_path):
     (tmp_path / "tiny.yml").write_text(TINY)
     on_ranks(1, job, str(tmp_path), 1, "training.stop_at_step=4", "checkpoint.every=1")

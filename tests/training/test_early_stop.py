@@ -21,6 +21,7 @@ from megatron.training.run import status
 from megatron.training.trainer import Looks
 from megatron.training.world import World
 from megatron.worker.place import WorkerEnvironment
+from tests.selection import toured
 from tests.workers import run
 
 MODEL = {"layers": "(attention/mlp) x2", "hidden_size": 16, "vocab_size": 32, "attention": {"heads": 2}}
@@ -109,7 +110,7 @@ def content(folder: Path, step: int) -> dict[str, bytes]:
     return {**files, "data": repr(checkpoint.meta.data).encode(), "optimizer": repr(checkpoint.meta.optimizer).encode()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", toured(CASES), ids=str)
 def test_a_dropped_step_leaves_everything_as_it_was_before_it(tmp_path, case):
     ranks = CASES[case][0]
     for step, reason, code, last in run(ranks, job, str(tmp_path / "stopped"), case, None, STEP, AFTER):
@@ -119,7 +120,7 @@ def test_a_dropped_step_leaves_everything_as_it_was_before_it(tmp_path, case):
     assert content(tmp_path / "stopped", STEP) == content(tmp_path / "plain", STEP)
 
 
-@pytest.mark.parametrize("case", ["data, ZeRO 1", "pipeline"])
+@pytest.mark.parametrize("case", toured(["data, ZeRO 1", "pipeline"]))
 def test_a_step_that_is_nearly_done_is_finished(tmp_path, case):
     late = 6 if case != "pipeline" else 14
     for step, reason, code, _ in run(2, job, str(tmp_path / "stopped"), case, None, STEP, late):

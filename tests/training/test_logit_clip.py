@@ -137,6 +137,7 @@ def clipped(values: dict[str, Any], ranks: int) -> tuple[list[float], list[dict]
     return losses, told, runs.portable(f for f in engine.state.fragments() if f.state == "master")
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("model", MODELS)
 def test_layouts_clip_as_one_process(model):
     values = values_of(model)

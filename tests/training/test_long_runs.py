@@ -60,6 +60,7 @@ def lowest(folder: Path, steps: int, window: int) -> list[list[int]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.tour
 def test_a_step_leaves_no_memory_behind(tmp_path: Path) -> None:
     """Within a MiB in 150 steps: the interpreter fills its lists of free tuples, 2,000 of a length, which takes a
     quarter of that. One entry of 4 KB per collective of a step would be 2.5 MiB by itself."""

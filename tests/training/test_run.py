@@ -15,6 +15,7 @@ from megatron.config import ConfigError, load, to_yaml
 from megatron.report.ledger import read_ledger
 from megatron.testing.runs import run_on_this_rank
 from megatron.worker.place import LaunchError, StartError
+from tests.selection import toured
 from tests.workers import run as on_ranks
 
 TINY = """
@@ -67,7 +68,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", toured(LAYOUTS))
 def test_a_stopped_run_goes_on_bitwise(tmp_path: Path, name: str) -> None:
     ranks, overrides = LAYOUTS[name]
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -16,6 +16,7 @@ from megatron.checkpoint.read.reader import config_of
 from megatron.data.provenance import Provenance, run_config, step_hash
 from megatron.testing.runs import train_on_ranks
 from tests.data.make import write_documents
+from tests.selection import toured
 from tests.training.matrix import merged
 
 YARN = {"type": "yarn", "factor": 2.0, "original_length": 16}
@@ -146,7 +147,7 @@ def test_as_runs_of_one_length_each(staged, by_hand) -> None:
         assert counted[0] == pytest.approx(counted[1]) and len(set(np.round(counted[0], 20))) == 3
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", toured(LAYOUTS))
 def test_on_a_layout_that_changes_in_the_middle_of_a_stage(name, tokens, staged, tmp_path) -> None:
     """Three steps on one layout, the others on another: losses, norms and weights of one process."""
     ranks, cut = LAYOUTS[name]

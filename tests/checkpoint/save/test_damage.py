@@ -62,6 +62,7 @@ def save_for_ever(directory: Path, first: int) -> None:
         Store(directory).retain(2)
 
 
+@pytest.mark.tour
 def test_kill_at_random_moments(quick_path):
     """Each time the newest intact checkpoint is whole and is what that step saved. Nothing of the kill stays behind."""
     chance, step, longest = random.Random(5), 0, 0.1
@@ -120,6 +121,7 @@ def die_at_call(number: int, work) -> None:
         setattr(os, name, original)
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("replacing", [False, True], ids=["new step", "same step again"])
 def test_kill_before_every_system_call(quick_path, replacing):
     """Not at random: every single place where a save can be cut, including the replacement of an existing step."""

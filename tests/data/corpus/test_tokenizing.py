@@ -275,6 +275,7 @@ def start(command: list[str], seconds: float) -> bool:
     return True
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("workers, kills", [(1, 5), pytest.param(2, 20, marks=pytest.mark.slow)])
 def test_killed_at_random(tmp_path, workers, kills):
     """kill -9 at random moments. The final files are byte for byte the files of an undisturbed run."""

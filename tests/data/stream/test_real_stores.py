@@ -52,6 +52,7 @@ def settings_of(url: str, prefix: Path) -> dict[str, Any]:
     return {"stream": url, "shards": shards, "prefix": str(prefix), "tokenizer": tokenizer, "key": "text", "workers": 1}
 
 
+@pytest.mark.tour
 def test_a_run_reads_the_token_files_batches_from_a_store(real_store: RealStore, tmp_path: Path, monkeypatch: Any):
     """Through errors, cut connections and silence, after a kill, until a shard changes."""
     for name, content in write_files(tmp_path / "raw").items():
@@ -88,6 +89,7 @@ def test_a_run_reads_the_token_files_batches_from_a_store(real_store: RealStore,
     assert not list(tmp_path.glob("other*"))
 
 
+@pytest.mark.tour
 def test_a_recipe_reads_and_writes_a_store(real_store: RealStore, tmp_path: Path) -> None:
     pytest.importorskip("datatrove")
     from tests.curation.recipes import curate, tree

@@ -23,6 +23,7 @@ def ask(url: str, path: str, body: Any) -> Any:
         return json.loads(answer.read())
 
 
+@pytest.mark.tour
 @pytest.mark.limit(300)
 def test_a_run_draws_from_the_endpoint(tmp_path):
     """The trainer's log-probabilities of the texts equal the endpoint's, with the weights of each round."""

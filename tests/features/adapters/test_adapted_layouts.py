@@ -23,6 +23,8 @@ from megatron.testing import layouts
 from megatron.testing.checks import batch, noise, part_of
 from megatron.testing.ranks import on_ranks
 
+pytestmark = pytest.mark.layouts
+
 RANK = 3
 DENSE = {"layers": "(attention/mlp) x2", "attention": {"heads": 4, "kv_heads": 2, "output_bias": True},
          "mlp": {"gated": True, "bias": True}}  # fmt: skip

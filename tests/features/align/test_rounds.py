@@ -32,6 +32,7 @@ from megatron.features.align.verifier import Verdict
 from megatron.testing.ranks import on_ranks
 from megatron.testing.runs import train_on_ranks
 from tests.paths import ROOT
+from tests.selection import toured
 
 
 def values(folder: Path, **align: Any) -> dict[str, Any]:
@@ -57,6 +58,7 @@ def values(folder: Path, **align: Any) -> dict[str, Any]:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tour
 def test_runs_on_other_layouts_draw_the_same_texts(tmp_path):
     """With SGD, whose step is the gradient. A pipeline reads whole texts for each token, the others cached states."""
 
@@ -83,6 +85,7 @@ def test_runs_on_other_layouts_draw_the_same_texts(tmp_path):
         assert found == [pytest.approx(each, rel=5e-5, abs=2e-6) for each in steps], layout
 
 
+@pytest.mark.tour
 def test_experts_are_replayed_on_every_layout(tmp_path):
     """Two updates on a round: the second update's weights choose other experts, and the file's are used."""
 
@@ -105,6 +108,7 @@ def test_experts_are_replayed_on_every_layout(tmp_path):
         assert found == [pytest.approx(each, rel=5e-5, abs=2e-6) for each in steps], layout
 
 
+@pytest.mark.tour
 def test_experts_of_the_sampler_are_replayed(tmp_path):
     """In fp32 on one process the decoder's choice is the trainer's, so rounds and steps equal R2's, on every layout. In
     a file with other experts the step differs: they are what the trainer uses."""
@@ -206,6 +210,7 @@ def test_a_round_belongs_to_its_prompts(tmp_path):
     assert digests[0] == digests[1] != digests[2]
 
 
+@pytest.mark.tour
 def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path):
     """kill -9 after the second round's file is there and before the run has saved anything."""
 
@@ -239,6 +244,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path):
     assert found and found == weights(tmp_path / "broken")
 
 
+@pytest.mark.tour
 def test_rounds_behind_are_drawn_by_earlier_weights_and_resume(tmp_path):
     """`old` of round n is what the checkpoint of step max(0, n - 2) says, and no other. A stopped run ends equal."""
 
@@ -331,7 +337,7 @@ def test_groups_of_equal_rewards_are_replaced(tmp_path):
     assert [each["grad_norm"] for each in train_on_ranks(1, flat) if "loss" in each] == [0.0] * 4
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", toured([1, 2, 3]))
 def test_the_reward_rises(tmp_path, seed):
     """From random weights, with a dense reward. A mean over 5 rounds of 64 rewards in [0, 1] has a standard error of
     at most 0.028, so a rise of 0.2 is none of chance."""

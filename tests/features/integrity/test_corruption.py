@@ -14,6 +14,7 @@ from megatron.training.hook import Hook
 from megatron.training.trainer import Trainer
 from megatron.worker.job import CORRUPT, guarded
 from tests.features.spikes.test_spikes import attempt
+from tests.selection import toured
 from tests.training.test_run import TINY
 from tests.workers import run as on_ranks
 
@@ -71,7 +72,7 @@ class Flip(Hook):
         bits ^= 1 << 3
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", toured(LAYOUTS))
 def test_a_flipped_bit_is_found_and_its_rank_named(layout: str, tmp_path: Path) -> None:
     ranks, options, (rank, state, named, certain) = LAYOUTS[layout]
     (tmp_path / "tiny.yml").write_text(TINY.replace("global_batch_size: 8", "global_batch_size: 12"))

@@ -15,6 +15,7 @@ from megatron.training.hook import Hook
 from megatron.training.trainer import Trainer
 from megatron.trials.inject import corrupt_gradient, flip, held
 from tests.features.spikes.test_spikes import BAD, attempt
+from tests.selection import toured
 from tests.training.test_run import TINY
 from tests.workers import run as on_ranks
 
@@ -130,6 +131,7 @@ def test_a_bit_that_flips_in_any_state_is_found_and_its_rank_named(layout: str, 
         assert saved(folder) == ["step_00000004"], "nothing is saved after it"
 
 
+@pytest.mark.tour
 def test_without_more_only_the_updates_before_a_comparison_are_watched(tmp_path: Path) -> None:
     (tmp_path / "tiny.yml").write_text(TINY)
     for step, found in ((4, False), (5, True)):
@@ -155,7 +157,7 @@ SOUND = {
 }
 
 
-@pytest.mark.parametrize("run", SOUND)
+@pytest.mark.parametrize("run", toured(SOUND))
 def test_nothing_that_a_run_does_itself_is_taken_for_a_fault(run: str, tmp_path: Path) -> None:
     ranks, options = SOUND[run]
     (tmp_path / "tiny.yml").write_text(TINY)

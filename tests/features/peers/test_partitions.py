@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.features.peers.companies import Company, act, serving
 from tests.features.peers.relays import Relay
 from tests.features.peers.test_peer_runs import lines, same, wait_for
@@ -16,6 +18,7 @@ KEYS = {"every": 1, "algorithm": "gradients", "quorum": 2, "patience": 100.0}
 TIMEOUT = 1.0
 
 
+@pytest.mark.tour
 def test_a_cut_network_costs_one_timeout_and_no_side_has_a_ledger_of_its_own(tmp_path):
     """c is cut off in step 4, before it has sent its gradient. The others decide the step without it, and wait for it
     in no other step. It returns, applies the lines of the others, and has a slot again. In step 13 b and c are cut off

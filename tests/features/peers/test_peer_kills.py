@@ -129,6 +129,7 @@ def storm(tmp_path: Path, faults: int, seed: int, kinds: Sequence[str] = ALL) ->
     }  # fmt: skip
 
 
+@pytest.mark.tour
 def test_a_few_faults(tmp_path):
     found = storm(tmp_path, faults=5, seed=1)
     assert found["faults"]

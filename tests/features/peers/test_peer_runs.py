@@ -49,6 +49,7 @@ def test_peers_of_different_layouts_are_one_data_parallel_run(tmp_path):
         torch.testing.assert_close(found[0][key], plain[key], rtol=0, atol=4e-6)
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize(
     "keys",
     [
@@ -71,6 +72,7 @@ def test_a_resumed_company_continues_bitwise(tmp_path, keys):
     ]
 
 
+@pytest.mark.tour
 def test_decoupled_peers_on_other_layouts_and_their_replay(tmp_path):
     """One peer has pipeline stages. The replay has the bits of the common weights."""
     keys = {"every": 4, "fragments": 2, "delay": 1, "alpha": 0.5, "quorum": 1, "algorithm": "decoupled"}
@@ -85,6 +87,7 @@ def test_decoupled_peers_on_other_layouts_and_their_replay(tmp_path):
         assert all(torch.equal(each[key], found[0][key]) for each in found), key
 
 
+@pytest.mark.tour
 def test_a_killed_peer_returns_and_the_ledger_repeats_the_run(tmp_path):
     """b dies in round 2. a continues without it. b returns from its checkpoint of step 3 (in round 1) and repeats the
     rest of that round. Then it skips to round 4, and contributes again. The replay has the same ledger without a
@@ -129,6 +132,7 @@ def common(company: Company, run: str, step: int) -> None:
         assert all(torch.equal(each[master], each[name, state]) for each in found)
 
 
+@pytest.mark.tour
 def test_a_last_round_that_was_not_decided_stays_open(tmp_path):
     with Company(tmp_path, {"a": 1, "b": 1}, every=2, quorum=2) as company:
         company.peer("a", "run", "training.steps=2", peers=HASTY)
@@ -139,6 +143,7 @@ def test_a_last_round_that_was_not_decided_stays_open(tmp_path):
         common(company, "run", 2)
 
 
+@pytest.mark.tour
 def test_a_peer_whose_round_was_deleted_takes_a_state(tmp_path):
     """b stops in the open round 1, whose contributions are gone when it returns."""
     shared = tmp_path / "run/shared"
@@ -154,6 +159,7 @@ def test_a_peer_whose_round_was_deleted_takes_a_state(tmp_path):
     assert [each["members"][1]["jumps"] for each in lines(shared)][2] == [[4, 2]]
 
 
+@pytest.mark.tour
 def test_a_peer_that_returns_after_the_end_saves_the_last_weights(tmp_path):
     with Company(tmp_path, {"a": 1, "b": 1}, every=2) as company:
         company.run("run", "training.stop_at_step=3")
@@ -170,6 +176,7 @@ def test_the_noise_scale_of_a_later_share(tmp_path):
     assert [row["step"] for row in rows if "noise_scale" in row] == [0, 1]
 
 
+@pytest.mark.tour
 def test_evaluations_are_of_the_common_weights(tmp_path):
     """They equal the checkpoint of the same step, and not the weights of one peer before the round."""
     evaluated = {"evaluation": {"every": 2, "batches": 2}, "training": {**VALUES["training"], "steps": 4}}

@@ -57,6 +57,7 @@ def test_slots_are_data_parallelism_in_float64(tmp_path):
             assert row["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-6)
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize(
     "layout", [["zero.stage=3"], ["zero.stage=1", "precision.compute=bf16"], ["parallel.pipeline=2"]], ids=str
 )
@@ -73,6 +74,7 @@ def test_other_stages(tmp_path, layout):
         assert far.float().mean() < 0.01, key
 
 
+@pytest.mark.tour
 def test_a_lost_peer_is_replaced_and_heals_from_a_living_one(tmp_path):
     """Over sockets. b dies in step 3 without a checkpoint. a computes its slot, and deletes old gradients. b takes a's
     state while a trains. All ends are the bits of the run without faults, and of the replay."""
@@ -99,6 +101,7 @@ def test_a_lost_peer_is_replaced_and_heals_from_a_living_one(tmp_path):
             assert same(plain, company.tensors(run, name, 16)), (run, name)
 
 
+@pytest.mark.tour
 def test_a_skipped_slot_is_replayed(tmp_path):
     """With `skip`, the mean is over the labels of the other slots, and the ledger says so."""
     steps = "training.steps=4"
@@ -111,6 +114,7 @@ def test_a_skipped_slot_is_replayed(tmp_path):
         assert same(company.tensors("alone", "a", 4), company.tensors("replay", "a", 4))
 
 
+@pytest.mark.tour
 def test_too_few_peers_save_and_stop_and_the_next_start_continues(tmp_path):
     """Gradients go from peer to peer, and have the bits of those in a folder."""
     direct = {name: [f"peers.listen={free()}"] for name in "ab"}

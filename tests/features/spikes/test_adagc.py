@@ -148,6 +148,7 @@ def every_layout(folder: str) -> dict[str, list[dict]]:
     return {**found, "parts": job(folder, 2, *words, f"run.dir={folder}/parts")}
 
 
+@pytest.mark.tour
 def test_runs_clip_each_tensor_on_every_layout(tmp_path: Path) -> None:
     (tmp_path / "tiny.yml").write_text(YAML)
     alone = on_ranks(1, partial(job), str(tmp_path), 1, f"run.dir={tmp_path}/alone")[0]

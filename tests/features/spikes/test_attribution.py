@@ -57,6 +57,7 @@ def all_causes(folder: str, path: str) -> dict[str, list[tuple[int, list[dict]]]
     return found
 
 
+@pytest.mark.tour
 def test_each_cause_is_told(tmp_path: Path) -> None:
     from tests.workers import run as on_ranks
 

@@ -12,6 +12,7 @@ from megatron.report.ledger import read_ledger
 from megatron.training.hook import Hook
 from megatron.training.trainer import Trainer
 from tests.features.spikes.test_spikes import BAD, STEPS, losses, same, train, write
+from tests.selection import toured
 
 LAYOUTS = {
     "one": (1, ()),
@@ -61,7 +62,7 @@ def events(folder: Path, name: str, event: str) -> list[dict]:
     return [each for each in read_ledger(folder / name / "ledger.jsonl") if each["event"] == event]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", toured(LAYOUTS))
 def test_an_audit_changes_nothing_and_sees_one_wrong_bit(layout: str, tmp_path: Path) -> None:
     ranks, options = LAYOUTS[layout]
     path = write(tmp_path, list(range(STEPS)), bad=())
@@ -79,6 +80,7 @@ def test_an_audit_changes_nothing_and_sees_one_wrong_bit(layout: str, tmp_path: 
     assert told[BAD]["gradients"], "those that heard of it"
 
 
+@pytest.mark.tour
 def test_a_spike_is_told_apart_from_a_fault(tmp_path: Path) -> None:
     options = ("spikes.action=skip", "spikes.confirm=true")
     good, bad = write(tmp_path, list(range(STEPS)), bad=()), write(tmp_path, list(range(STEPS + 1)))

@@ -20,6 +20,7 @@ from megatron.report.ledger import batch_hashes, left_out, read_ledger
 from megatron.training.exchange import StepReport
 from megatron.training.hook import Hook
 from megatron.training.trainer import Trainer
+from tests.selection import toured
 from tests.training.test_run import job, tensors
 from tests.workers import run as on_ranks
 
@@ -84,7 +85,7 @@ def rarely(layouts: dict) -> list:
 ROLLBACKS = {"one": (1, ()), "pipeline": (2, ("parallel.pipeline=2", "zero.stage=1")), "zero 3": (2, ("zero.stage=3",))}
 
 
-@pytest.mark.parametrize("layout", rarely(ROLLBACKS))
+@pytest.mark.parametrize("layout", toured(rarely(ROLLBACKS)))
 def test_a_rollback_equals_data_without_these_batches(layout: str, tmp_path: Path) -> None:
     ranks, options = ROLLBACKS[layout]
     poisoned, clean = list(range(30)), [each for each in range(30) if not BAD - 1 <= each < BAD + 2]
@@ -123,7 +124,7 @@ SKIPS = {
 }
 
 
-@pytest.mark.parametrize("layout", rarely(SKIPS))
+@pytest.mark.parametrize("layout", toured(rarely(SKIPS)))
 def test_a_skipped_update_never_was(layout: str, tmp_path: Path) -> None:
     ranks, options = SKIPS[layout]
     options = (*options, "checkpoint.every=1", "training.weight_average=0.9")
@@ -147,6 +148,7 @@ def counters(path: Path) -> dict:
     return open_checkpoint(path).meta.optimizer
 
 
+@pytest.mark.tour
 def test_a_decision_does_not_depend_on_a_restart(tmp_path: Path) -> None:
     """The window is part of the checkpoint: a run that is resumed just before the spike sees it as well."""
     path = write(tmp_path, list(range(STEPS)))
@@ -246,7 +248,7 @@ NAN = {
 }
 
 
-@pytest.mark.parametrize("layout", rarely(NAN))
+@pytest.mark.parametrize("layout", toured(rarely(NAN)))
 def test_gradients_that_are_no_numbers(layout: str, tmp_path: Path) -> None:
     """DeepSpeed leaves such an update out by itself under ZeRO. Here that is no overflow of fp16, and is not silent."""
     ranks, options = NAN[layout]
@@ -280,6 +282,7 @@ class NanOnce(Nan):
             super().after_step(trainer, step, report)
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("layout", ["one", pytest.param("zero 1, bf16", marks=pytest.mark.slow)])
 def test_back_from_gradients_that_are_no_numbers(layout: str, tmp_path: Path) -> None:
     """As from a spike: the run ends like one whose data do not have these batches."""

@@ -16,6 +16,7 @@ from megatron.checkpoint.save.store import Store
 from megatron.data.loader import build_loader
 from megatron.data.token_file import TokenFileWriter
 from megatron.training.text import load_model
+from tests.selection import toured
 from tests.training.test_run import job
 from tests.workers import run as on_ranks
 
@@ -152,7 +153,7 @@ def test_selective_recomputation_finds_what_it_has_kept(alone):
         compare(line["statistics"], other["statistics"])
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize("ranks", toured(LAYOUTS))
 def test_no_layout_changes_them(alone, tmp_path, ranks):
     for name, found in trained(tmp_path, ranks, LAYOUTS[ranks]).items():
         one = lines(alone[1][name.partition(",")[0] if name.startswith(("experts", "schedule-free")) else "one"])

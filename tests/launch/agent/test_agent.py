@@ -15,6 +15,7 @@ import time
 import pytest
 
 from tests.launch.running import Job, gone
+from tests.selection import toured
 
 NASTY = [
     "",
@@ -80,6 +81,7 @@ def test_what_a_rank_is_given(tmp_path):
     assert all(f"hello from {rank}" in job.log(rank) and f"error of {rank}" in job.log(rank) for rank in range(3))
 
 
+@pytest.mark.tour
 def test_omp_threads_are_a_share_of_the_cores_unless_set(tmp_path):
     cores = len(os.sched_getaffinity(0))
     for name, given in (("share", None), ("set", "7")):
@@ -91,6 +93,7 @@ def test_omp_threads_are_a_share_of_the_cores_unless_set(tmp_path):
         assert job.note("given.1")["environment"]["OMP_NUM_THREADS"] == (given or str(max(cores // 2, 1)))
 
 
+@pytest.mark.tour
 def test_everybody_speaks_if_asked_to(tmp_path):
     status, out, _ = Job(tmp_path, "describe", ranks=3, options=("--console", "all")).finish()
     assert status == 0
@@ -102,6 +105,7 @@ def test_everybody_speaks_if_asked_to(tmp_path):
     ])
 
 
+@pytest.mark.tour
 def test_rank_0_has_a_terminal_where_the_launcher_has_one(tmp_path):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 101, 0, 0))
@@ -114,6 +118,7 @@ def test_rank_0_has_a_terminal_where_the_launcher_has_one(tmp_path):
     assert "Z 100 %\n" in job.log(0), "a log keeps the last state of a live line"
 
 
+@pytest.mark.tour
 def test_a_flood_of_output_arrives_whole(tmp_path):
     job = Job(tmp_path, "floods", ranks=2)
     status, out, error = job.finish()
@@ -125,7 +130,9 @@ def test_a_flood_of_output_arrives_whole(tmp_path):
     assert sorted(logged) == sorted(expected)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "number", toured([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+)
 def test_a_signal_reaches_all_ranks_and_its_status_comes_back(tmp_path, number):
     job = Job(tmp_path, "trainer", ranks=3)
     pids = [job.note(f"up.{rank}") for rank in range(3)]
@@ -137,6 +144,7 @@ def test_a_signal_reaches_all_ranks_and_its_status_comes_back(tmp_path, number):
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.tour
 def test_ranks_that_reach_their_end_after_a_signal_went_well(tmp_path):
     job = Job(tmp_path, "finisher", ranks=2)
     job.note("up.0"), job.note("up.1")
@@ -144,6 +152,7 @@ def test_ranks_that_reach_their_end_after_a_signal_went_well(tmp_path):
     assert job.finish()[0] == 0
 
 
+@pytest.mark.tour
 def test_slow_savers_are_not_hurried_by_quick_ones(tmp_path):
     job = Job(tmp_path, "uneven", ranks=2)
     job.note("up.0"), job.note("up.1")
@@ -152,6 +161,7 @@ def test_slow_savers_are_not_hurried_by_quick_ones(tmp_path):
     assert job.note("saved.1") == 1, "rank 1 was told once, and saved for longer than failures are given"
 
 
+@pytest.mark.tour
 def test_ranks_that_do_not_stop_are_killed_after_the_grace(tmp_path):
     job = Job(tmp_path, "stubborn", ranks=2, overrides=("launch.grace=1.0",))
     pids = [job.note(f"up.{rank}") for rank in range(2)]
@@ -163,6 +173,7 @@ def test_ranks_that_do_not_stop_are_killed_after_the_grace(tmp_path):
     assert "launch.grace" in error and "memory" not in error
 
 
+@pytest.mark.tour
 def test_a_second_signal_ends_at_once(tmp_path):
     job = Job(tmp_path, "stubborn", ranks=2, overrides=("launch.grace=1000.0",))
     pids = [job.note(f"up.{rank}") for rank in range(2)]
@@ -176,6 +187,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.tour
 def test_a_killed_launcher_leaves_nothing_and_the_ranks_save(tmp_path):
     job = Job(tmp_path, "trainer", ranks=2)
     pids = [job.note(f"up.{rank}") for rank in range(2)]
@@ -185,6 +197,7 @@ def test_a_killed_launcher_leaves_nothing_and_the_ranks_save(tmp_path):
     assert [job.notes.joinpath(f"saved.{rank}").read_text() for rank in range(2)] == [str(int(signal.SIGTERM))] * 2
 
 
+@pytest.mark.tour
 def test_a_killed_agent_takes_its_ranks_along(tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -206,12 +219,14 @@ def test_the_first_failure_is_named_though_a_peer_ends_otherwise(tmp_path):
     assert "memory" in error, "a hint at the usual cause"
 
 
+@pytest.mark.tour
 def test_a_complaint_that_is_heard_first_is_known_when_the_silent_end_came_before_it(tmp_path):
     job = Job(tmp_path, "complains")
     status, _, error = job.finish()
     assert status == 137 and "first failure: rank 1" in error, error
 
 
+@pytest.mark.tour
 def test_the_first_traceback_is_shown_last_and_once(tmp_path):
     job = Job(tmp_path, "raises", ranks=4)
     status, out, error = job.finish()
@@ -227,6 +242,7 @@ def test_the_first_traceback_is_shown_last_and_once(tmp_path):
     assert any("likely cause" in line and "micro_batch_size" in line for line in last)
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_reason_without_a_traceback_is_shown_once(rank, tmp_path):
     """Rank 0's as it came, another's by the launcher, with its name."""
@@ -235,12 +251,14 @@ def test_a_reason_without_a_traceback_is_shown_once(rank, tmp_path):
     assert (f":{rank}] the reason" in error) == (rank != 0)
 
 
+@pytest.mark.tour
 def test_a_survived_traceback_is_shown(tmp_path):
     for seconds in ("0", "3.5"):
         status, _, error = Job(tmp_path, "caught", seconds, ranks=1).finish()
         assert status == 0 and error.count("KeyError: 'harmless'") == 1
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("end", ["well", "killed"])
 def test_descendants_of_ranks_end_too(tmp_path, end):
     job = Job(tmp_path, "family", "0.3" if end == "well" else "600", ranks=1)
@@ -257,6 +275,7 @@ def test_statuses_pass_through(tmp_path, ends, status):
     assert Job(tmp_path, "exits", ends).finish()[0] == status
 
 
+@pytest.mark.tour
 def test_restarts_until_it_works_each_with_a_port_of_its_own(tmp_path):
     job = Job(tmp_path, "flaky", ranks=1, options=("--restarts", "5"), overrides=("launch.restart_delay=0.1",))
     status, _, error = job.finish()
@@ -265,6 +284,7 @@ def test_restarts_until_it_works_each_with_a_port_of_its_own(tmp_path):
     assert error.count("restart ") >= 2 and not (job.notes / "attempt3.0").exists()
 
 
+@pytest.mark.tour
 def test_no_more_restarts_than_allowed(tmp_path):
     status, _, error = Job(
         tmp_path, "flaky", ranks=1, options=("--restarts", "1"), overrides=("launch.restart_delay=0.1",)
@@ -279,6 +299,7 @@ def test_mistakes_of_the_configuration_start_nothing_and_are_not_tried_again(tmp
     assert not list(job.notes.iterdir()) and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.tour
 def test_a_script_that_refuses_the_configuration_is_not_tried_again(tmp_path):
     job = Job(tmp_path, "exits", "2", ranks=1, options=("--restarts", "5"), overrides=("launch.restart_delay=0.1",))
     status, _, error = job.finish()

@@ -14,6 +14,7 @@ from tests.launch.running import CONFIG
 from tests.paths import ROOT
 
 
+@pytest.mark.tour
 def test_mpirun_of_deepy(tmp_path):
     if not shutil.which("mpirun.openmpi"):
         pytest.skip("needs mpirun.openmpi (tests/launch/debian-packages)")

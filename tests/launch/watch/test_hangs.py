@@ -25,6 +25,8 @@ from tests.launch.hanging import shares_memory
 from tests.launch.running import Job
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.tour
+
 KINDS = ("stopped", "loop", "skipped", "shapes", "disk", "read", "deadlock", "cable")
 WATCH = ("watch.step=4", "watch.data=4", "watch.evaluation=4", "watch.setup=60")
 

@@ -255,6 +255,7 @@ def credentials_of(job: Job, number: int) -> dict:
     return credentials_text(job, number)
 
 
+@pytest.mark.tour
 def test_a_run_under_attack_starts_and_ends_well(tmp_path, mpirun):
     job = Job(tmp_path, "describe", ranks=1, options=mpirun)
     attackers, over = [], threading.Event()
@@ -293,6 +294,7 @@ def test_a_run_under_attack_starts_and_ends_well(tmp_path, mpirun):
         job.finish(1)
 
 
+@pytest.mark.tour
 def test_it_listens_on_the_chosen_address_until_all_agents_are_in(tmp_path, mpirun):
     job = Job(tmp_path, "trainer", ranks=1, options=mpirun)
     places = credentials_of(job, 0)["addresses"]
@@ -312,6 +314,7 @@ def test_it_listens_on_the_chosen_address_until_all_agents_are_in(tmp_path, mpir
     assert job.finish()[0] == 143
 
 
+@pytest.mark.tour
 def test_it_listens_again_for_a_restart_with_another_secret(tmp_path, mpirun):
     job = Job(tmp_path, "flaky", ranks=1, options=(*mpirun, "--restarts", "2"), overrides=("launch.restart_delay=0.1",))
     (job.notes / "go").touch()

@@ -134,6 +134,7 @@ def test_names_of_runs_are_the_shortest_that_differ(tmp_path):
     assert [run.name for run in named_runs([str(tmp_path / "x/run")])] == ["run"]
 
 
+@pytest.mark.tour
 def test_a_browser_shows_every_section_without_a_network(runs, capsys):
     assert main(["a", "b", "--output", "both.html"]) == 0
     text = Path("both.html").read_text()

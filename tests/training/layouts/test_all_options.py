@@ -16,6 +16,8 @@ from tests.training import runs
 from tests.training.matrix import merged
 from tests.workers import run
 
+pytestmark = pytest.mark.layouts
+
 TIMES = {"time_step_low": 0.3, "time_step_high": 1.0}
 LOW_RANK = {f"{name}_rank": 4 for name in ("decay", "rate", "value", "gate")}
 MODELS: dict[str, dict[str, Any]] = {

@@ -12,6 +12,8 @@ from tests.training import runs
 from tests.training.matrix import merged, read
 from tests.workers import run
 
+pytestmark = pytest.mark.layouts
+
 LR = 8.0  # so large that a step's change is the gradient to five digits, although the weights have seven
 ONE_STEP = {
     "training": {"steps": 1},

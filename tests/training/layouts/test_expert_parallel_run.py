@@ -13,6 +13,8 @@ from megatron.checkpoint.hf.export import export, prove
 from tests.training.test_run import job
 from tests.workers import run
 
+pytestmark = pytest.mark.layouts
+
 CONFIG = """
 model:
   layers: (attention/moe) x2

@@ -102,6 +102,7 @@ def infinite(step: int, steps: int | None, decay: int) -> float:
     return PEAK * 0.5 * 10 ** -(max(decay - left, 0) / decay)
 
 
+@pytest.mark.tour
 def test_the_infinite_schedule_goes_on_and_is_annealed_from_its_constant_phase(finished) -> None:
     runs = {stage.name: stage for stage in finished[1]}
     for name, begin, end, steps in (("a", 0, 100, None), ("annealed", 100, 120, 120), ("infinite", 100, 150, 150)):
@@ -111,12 +112,14 @@ def test_the_infinite_schedule_goes_on_and_is_annealed_from_its_constant_phase(f
             assert rate == pytest.approx(infinite(step, steps, 20), rel=1e-12), (name, step)
 
 
+@pytest.mark.tour
 def test_rewarming_begins_a_schedule_of_its_own(finished) -> None:
     found = rates(next(stage for stage in finished[1] if stage.name == "b"))
     assert [found[step] for step in range(4)] == pytest.approx([PEAK * share for share in (0, 1 / 3, 2 / 3, 1)])
     assert found[29] < 0.06 * PEAK
 
 
+@pytest.mark.tour
 def test_weights_are_handed_on_exactly(finished) -> None:
     values = losses(finished[1])
     for name in ("b", "replay"):
@@ -124,6 +127,7 @@ def test_weights_are_handed_on_exactly(finished) -> None:
             assert values[name][which][0] == values["annealed"][which][-1]
 
 
+@pytest.mark.tour
 def test_replay_keeps_what_was_learned(finished) -> None:
     values = losses(finished[1])
     last = {name: {which: points[-1][1] for which, points in sets.items()} for name, sets in values.items()}
@@ -135,6 +139,7 @@ def test_replay_keeps_what_was_learned(finished) -> None:
     assert max(forgotten["replay"], forgotten["infinite"]) < 0.9 * forgotten["b"]
 
 
+@pytest.mark.tour
 def test_the_picture_and_the_table(finished, tmp_path: Path) -> None:
     values = losses(finished[1])
     draw(values, tmp_path / "losses.png")

@@ -199,6 +199,7 @@ def survive(folder: Path, *, ranks: int, kills: int, seed: int, start: Start) ->
     return during
 
 
+@pytest.mark.tour
 def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     survive(tmp_path / "runs", ranks=1, kills=3, seed=1, start=Forked)
 

@@ -27,6 +27,7 @@ def stored(url: str, every: int | str = "auto", keep: int | str = "all") -> str:
     return f"checkpoint.levels=[{{place: store, url: '{url}', every: {every}, keep: {keep}}}]"
 
 
+@pytest.mark.tour
 def test_a_run_goes_on_from_a_url(tmp_path: Path) -> None:
     expected = start(tmp_path, 1)
     url = f"file://{tmp_path}/bucket"
@@ -78,6 +79,7 @@ def test_a_run_that_has_lost_its_folder_goes_on_from_its_store(tmp_path: Path) -
         start(tmp_path, 1, *own)
 
 
+@pytest.mark.tour
 def test_a_run_takes_from_its_store_what_is_newer_than_all_that_is_left_nearer(tmp_path: Path) -> None:
     bucket, expected = tmp_path / "bucket", start(tmp_path, 1, f"run.dir={tmp_path}/whole")
     own = (stored(f"file://{bucket}"), f"run.dir={tmp_path}/run")
@@ -123,6 +125,7 @@ class Stored:
         return step, found.reason
 
 
+@pytest.mark.tour
 def test_half_an_upload_is_never_taken_and_what_a_store_has_lost_is_passed_over(tmp_path: Path) -> None:
     bucket = f"bucket{tmp_path.name}"
     run, memory = Stored(tmp_path, f"memory://{bucket}"), fsspec.filesystem("memory")

@@ -22,6 +22,7 @@ from megatron.testing.runs import run_on_this_rank
 from megatron.training.exchange import StepReport
 from megatron.training.hook import Hook
 from megatron.training.trainer import Trainer
+from tests.selection import toured
 from tests.training.test_run import job, tensors
 from tests.workers import run as on_ranks
 from tools.fork import main
@@ -118,7 +119,7 @@ def sent(wire: str) -> tuple[str, ...]:
     return (f"parallel.communication.compress.data={wire}", "zero.stage=1", "training.weight_average=0.5")
 
 
-@pytest.mark.parametrize("wire", ["int8_block", "top_k"])
+@pytest.mark.parametrize("wire", toured(["int8_block", "top_k"]))
 def test_what_was_left_out_of_a_skipped_step_is_not_sent_later(wire: str, tmp_path: Path) -> None:
     """The numbers of all other steps equal a run without it."""
     skip = "spikes={action: skip, watch: grad_norm, window: 4, sigma: 1.0e+4}"
@@ -132,7 +133,7 @@ def test_what_was_left_out_of_a_skipped_step_is_not_sent_later(wire: str, tmp_pa
     assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
 
 
-@pytest.mark.parametrize("wire", ["int8_block", "top_k"])
+@pytest.mark.parametrize("wire", toured(["int8_block", "top_k"]))
 def test_a_return_begins_with_nothing_left_out(wire: str, tmp_path: Path) -> None:
     """As a start from the same checkpoint does."""
     train(tmp_path, "back", *sent(wire), SPIKES, strike(tmp_path, 2), ranks=2)
@@ -143,7 +144,7 @@ def test_a_return_begins_with_nothing_left_out(wire: str, tmp_path: Path) -> Non
     same(tmp_path, "back", "never", 6)
 
 
-@pytest.mark.parametrize("wire", ["none", "top_k"])
+@pytest.mark.parametrize("wire", toured(["none", "top_k"]))
 def test_passes_without_an_update_change_no_bit(wire: str, tmp_path: Path) -> None:
     """The noise scale and audits, and an audit of a healthy run finds nothing."""
     expected = train(tmp_path, "plain", *sent(wire), ranks=2)
@@ -157,6 +158,7 @@ def test_passes_without_an_update_change_no_bit(wire: str, tmp_path: Path) -> No
 TRUNK = ("schedule.type=constant", "training.steps=8")
 
 
+@pytest.mark.tour
 def test_what_comes_from_a_trunk_that_went_back_reads_its_batches(tmp_path: Path) -> None:
     """A branch and a run elsewhere: the checkpoint was saved before the rollback."""
     options = (*TRUNK, SPIKES, strike(tmp_path, 1))
