@@ -46,7 +46,7 @@ test: dev
 
 # After a change of the model, the engine or what is parallel: each layout against one process of plain PyTorch.
 layouts: dev
-	$(PYTEST) -m 'layouts and not slow' $(call MARKED,mark\.layouts)
+	$(PYTEST) -m 'layouts and not slow' $(call MARKED,mark\.layouts|toured)
 
 # Whole runs. The commands of the documentation: installed commands, the README on one host and on several, the site. And
 # runs that are killed, hang, spike or resume, of which `make test` has one of each sort or their parts.

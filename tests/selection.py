@@ -56,16 +56,23 @@ def covering(*axes: Iterable[Any], every: int | None = None) -> list[Any]:
     ]
 
 
-def toured(cases: Iterable[Any]) -> list[Any]:
-    """Cases of whole runs that differ in their layout or the like. A plain run has the first one that is not slow, and
-    `make tour` has the others."""
+def toured(cases: Iterable[Any], mark: str = "tour") -> list[Any]:
+    """Cases of runs that differ in their layout or the like. A plain run has the first one that is not slow, and the
+    others have the mark.
+
+    Args:
+        cases: values of one parameter, tuples of several, or `pytest.param`.
+        mark: `tour` or `layouts`.
+    """
     found: list[Any] = []
     first = True
     for each in cases:
-        case = each if isinstance(each, type(pytest.param())) else pytest.param(each)
-        if not any(mark.name == "slow" for mark in case.marks):
-            case = case if first else pytest.param(*case.values, id=case.id, marks=[*case.marks, pytest.mark.tour])
-            first = False
+        case = each
+        if not isinstance(each, type(pytest.param())):
+            case = pytest.param(*(each if type(each) is tuple else [each]))
+        if not any(own.name == "slow" for own in case.marks):
+            marks = [*case.marks, *([] if first else [getattr(pytest.mark, mark)])]
+            case, first = pytest.param(*case.values, id=case.id, marks=marks), False
         found.append(case)
     return found
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.selection import toured
 from tests.training import runs
 from tests.workers import run
 
@@ -67,7 +68,7 @@ def plain() -> runs.Outcome:
     return runs.plainly(VALUES)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", toured(LAYOUTS, "layouts"))
 def test_fp32_stays_fp32(layout: str, plain: runs.Outcome):
     ranks, cut = LAYOUTS[layout]
     results = run(ranks, train, {**VALUES, **cut}, ranks)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.engine.test_keep_fp32 import LAYOUTS, VALUES, train
+from tests.selection import toured
 from tests.training import runs
 from tests.training.matrix import merged
 from tests.workers import run
@@ -35,7 +36,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", ["tp2, sequence parallel, ZeRO 1", "dp2, ZeRO 3"])
+@pytest.mark.parametrize("layout", toured(["tp2, sequence parallel, ZeRO 1", "dp2, ZeRO 3"], "layouts"))
 def test_fp32_stays_fp32(layout: str, name: str):
     (ranks, cut), (kept, model) = LAYOUTS[layout], MODELS[name]
     results = run(ranks, train, merged(VALUES, {"model": model}, cut), ranks)

@@ -21,6 +21,7 @@ from megatron.model.costs.traffic import NotPredicted
 from megatron.parallel.messages.traffic import Tally
 from megatron.plan.messages.predict import predict
 from tests.engine.test_traffic import comparable, counted
+from tests.selection import toured
 from tests.training.matrix import Case, cases, merged
 from tests.workers import run
 
@@ -72,7 +73,7 @@ def named(name: str) -> Case:
     return next(case for case in cases() if case.name == name)
 
 
-@pytest.mark.parametrize(("name", "island", "algorithm"), RUNS)
+@pytest.mark.parametrize(("name", "island", "algorithm"), toured(RUNS, "layouts"))
 def test_counted_and_predicted_are_equal(name: str, island: int, algorithm: str, tmp_path):
     case = named(name)
     ranks = case.ranks

@@ -6,6 +6,7 @@ import pytest
 
 from megatron.parallel.transport.shared_sums import SharedSums
 from tests.engine.test_traffic import trained_and_counted
+from tests.selection import toured
 from tests.training.matrix import cases
 from tests.workers import run
 
@@ -27,7 +28,7 @@ def shared(values: dict, ranks: int) -> tuple:
         return found, len(sums._hosts)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", toured(RUNS, "layouts"))
 def test_the_same_bits_and_the_same_account(name: str):
     case = next(case for case in cases() if case.name == name)
     plain = run(case.ranks, trained_and_counted, case.values, case.ranks)

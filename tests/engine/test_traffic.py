@@ -20,6 +20,7 @@ from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.messages.traffic import Call, Tally, wire_bytes
 from megatron.plan.messages import predict as traffic
 from megatron.plan.messages.predict import TrafficPrediction, predict
+from tests.selection import toured
 from tests.training import runs
 from tests.training.matrix import Case, cases
 from tests.workers import run
@@ -116,7 +117,7 @@ def parameters() -> list:
     ]
 
 
-@pytest.mark.parametrize("case", parameters())
+@pytest.mark.parametrize("case", toured(parameters(), "layouts"))
 def test_counted_and_predicted_are_equal(case: Case):
     predicted = predictions(case)
     if isinstance(predicted, str):

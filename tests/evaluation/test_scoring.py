@@ -15,6 +15,7 @@ from megatron.decoding.schedule import Request
 from megatron.evaluation.scoring import Scorer, Text, depends_on_batch
 from megatron.model.stack import Model, build_model
 from megatron.parallel.layers.parameters import buffers_of, stored_tensors
+from tests.selection import toured
 from tests.training import matrix, runs
 from tests.workers import run
 
@@ -114,7 +115,7 @@ def scored(architecture: str, layout: str) -> list:
     return run(ranks, on_layout, settings, ranks)
 
 
-@pytest.mark.parametrize(("architecture", "layout"), PAIRS, ids=lambda word: word.replace(" ", "-"))
+@pytest.mark.parametrize(("architecture", "layout"), toured(PAIRS, "layouts"), ids=lambda word: word.replace(" ", "-"))
 def test_scores_are_those_of_one_process(architecture, layout):
     check(settings_of(architecture, layout)[0], scored(architecture, layout))
 
@@ -171,7 +172,7 @@ def test_tensor_ranks_read_less_as_one_process_does(tmp_path, way, heads):
         assert scores == pytest.approx(wanted, abs=1e-4) and tokens == words
 
 
-@pytest.mark.parametrize("layout", ["pp2", "dp2, ZeRO 3, one micro-batch", "tp2, sequence parallel"])
+@pytest.mark.parametrize("layout", toured(["pp2", "dp2, ZeRO 3, one micro-batch", "tp2, sequence parallel"], "layouts"))
 def test_training_goes_on_as_if_nothing_had_been_scored(layout):
     settings, ranks = settings_of("neox", layout)
     assert [each[3] for each in scored("neox", layout)] == run(ranks, untouched, settings, ranks)

@@ -21,6 +21,7 @@ import pytest
 from tests.fuzz.draw import STEPS, configuration, folded_layout, layout, mutation, refused, sequence_layout
 from tests.margins import Measured
 from tests.model.kernels.test_compiled_parts import trace, traced
+from tests.selection import toured
 from tests.training import runs
 from tests.training.layouts.test_resume_layouts import identical, together
 from tests.training.matrix import merged
@@ -56,7 +57,7 @@ def within_the_spread(values: dict[str, Any], one, exact, losses, norms) -> bool
     )
 
 
-@pytest.mark.parametrize("seed", pairs())
+@pytest.mark.parametrize("seed", toured(pairs(), "layouts"))
 def test_pair(seed: int, tmp_path: Path):
     """Begun on one layout, ended on another from a random step on. The start and what is handed over bit for bit."""
     draw, values = random.Random(seed), configuration(seed)
@@ -74,7 +75,9 @@ def test_pair_with_shared_sequences(seed: int, tmp_path: Path):
     check(values, first, second, draw.randint(1, STEPS - 1), tmp_path)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(each, marks=[pytest.mark.slow] * (each > 1)) for each in range(FOLDED)])
+@pytest.mark.parametrize(
+    "seed", toured([pytest.param(each, marks=[pytest.mark.slow] * (each > 1)) for each in range(FOLDED)], "layouts")
+)
 def test_pair_with_shared_rows(seed: int, tmp_path: Path):
     """Begun (or ended) where ranks share rows, and ended (or begun) on any layout."""
     values, draw = configuration(2000 + seed), random.Random(2000 + seed)
@@ -84,6 +87,7 @@ def test_pair_with_shared_rows(seed: int, tmp_path: Path):
     check(values, first, second, draw.randint(1, STEPS - 1), tmp_path)
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     "seed", [pytest.param(each, marks=[pytest.mark.slow] * (each > 0)) for each in range(COMPILED)]
 )

@@ -21,6 +21,7 @@ from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Axis, Mesh
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named
+from tests.selection import toured
 from tests.workers import run
 
 B, S = 2, 48
@@ -108,7 +109,7 @@ def test_chunks_change_no_number(name: str, documents: bool):
 SHARED = ["gpt2", "deepseek_v2", "falcon_h1", "gated_delta", "jamba", "rwkv4", "rwkv6", "rwkv7", "zamba2", "zaya"]
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", toured(SHARED, "layouts"))
 def test_ranks_that_share_chunks_change_no_number(name: str):
     """Float64. Dropout, documents that end within chunks, at their ends and at the ends of a rank's part."""
     name, ranks = f"test/tiny_{name}", 2

@@ -33,6 +33,7 @@ from tests.checkpoint.brute import local_shard
 from tests.float64 import EXACT
 from tests.model.parity import named, relative
 from tests.paths import ROOT
+from tests.selection import toured
 from tests.workers import run
 
 LLAMA: dict[str, Any] = {
@@ -121,7 +122,7 @@ def test_losses_and_gradients_are_those_of_one_process():
     check_layouts(LLAMA, [grid(2, 2), grid(1, 2, 2), grid(1, 4), {**grid(1, 2, pipeline=2), "zero": {"stage": 1}}])
 
 
-@pytest.mark.parametrize("values", [MIXERS, RWKV], ids=["mixers", "rwkv"])
+@pytest.mark.parametrize("values", toured([MIXERS, RWKV], "layouts"), ids=["mixers", "rwkv"])
 def test_recurrences_are_those_of_one_process(values: dict[str, Any]):
     check_layouts(values, [grid(2, 2), {**grid(1, 4), "zero": {"stage": 1}}, grid(1, 2, pipeline=2)])
 
@@ -150,14 +151,14 @@ def decoded_on_a_rank(values: dict[str, Any], layout: Layout) -> float:
     return relative(torch.cat(found, 1), wanted)
 
 
-@pytest.mark.parametrize("values", [MIXERS, RWKV, MOE], ids=["mixers", "rwkv", "moe"])
+@pytest.mark.parametrize("values", toured([MIXERS, RWKV, MOE], "layouts"), ids=["mixers", "rwkv", "moe"])
 def test_decoding_on_a_grid(values: dict[str, Any]):
     """States and compressed vectors of earlier tokens, and matrices whose inputs columns share."""
     one_document = {name: section for name, section in values.items() if name != "data"}
     assert max(run(4, decoded_on_a_rank, one_document, Layout(tensor=4, columns=2))) < EXACT
 
 
-@pytest.mark.parametrize("values", [MIXERS, RWKV, MOE], ids=["mixers", "rwkv", "moe"])
+@pytest.mark.parametrize("values", toured([MIXERS, RWKV, MOE], "layouts"), ids=["mixers", "rwkv", "moe"])
 def test_initial_values_do_not_depend_on_the_grid(values: dict[str, Any]):
     """Every rank's part of every tensor, runs of rows and of experts too, bit for bit."""
     config = resolve(values)
@@ -206,6 +207,7 @@ def test_numbers_on_the_wire_of_recurrences(rows: int, columns: int):
     assert (found["rows"], found["columns"] + found["tensor"]) == wanted
 
 
+@pytest.mark.layouts
 def test_experts_of_every_form():
     """Routers with and without states, biases, a shared expert with a gate, latent experts, norms of their own. And
     latent attention with and without compressed queries."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.selection import toured
 from tests.training import matrix, runs
 from tests.workers import run
 
@@ -69,7 +70,7 @@ def logits(settings: dict, ranks: int) -> list[torch.Tensor] | None:
     return None if pairs[0] is None else [each.cpu() for each in pairs]
 
 
-@pytest.mark.parametrize(("architecture", "layout"), CASES, ids=lambda word: word.replace(" ", "-"))
+@pytest.mark.parametrize(("architecture", "layout"), toured(CASES, "layouts"), ids=lambda word: word.replace(" ", "-"))
 def test_a_change_in_one_document_changes_no_logit_of_another(architecture: str, layout: str):
     settings, ranks = settings_of(architecture, layout)
     (before, after), *_ = [each for each in run(ranks, logits, settings, ranks) if each is not None]

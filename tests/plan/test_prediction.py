@@ -55,6 +55,7 @@ def test_the_formulas_are_those_of_the_search(state):
     assert predict(config, 8, "Some Other Device", 8) is None
 
 
+@pytest.mark.layouts
 def test_every_layout_has_a_prediction_or_none(state):
     """Layouts of the support matrix, whose configurations the rules accept."""
     made = 0

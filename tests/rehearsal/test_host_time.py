@@ -141,6 +141,7 @@ def parameters_of(config) -> int:
     return len(list(build_engine(config, Mesh.single(), torch.device("cpu")).module.parameters()))
 
 
+@pytest.mark.tour
 def test_a_measured_machine_has_them(tmp_path, monkeypatch):
     monkeypatch.setattr(host_time, "RUNS", (("tiny_neox", 1, []), ("tiny_llama", 2, ["parallel.tensor=2"])))
     monkeypatch.setattr(machine, "COPIED", 1 << 16)

@@ -44,6 +44,7 @@ def test_every_recommended_layout_fits():
                 assert own.get("planned", 0) <= device.bytes, name
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("name", ["pythia/14m"])
 def test_a_row_is_current(name):
     assert_same(name)

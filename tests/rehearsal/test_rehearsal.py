@@ -25,6 +25,7 @@ from megatron.rehearsal.storage_counter import ProgramPlace, StorageCounter
 from tests.config.broken.extension import RELAYED
 from tests.paths import ROOT
 from tests.rehearsal.counted import counted
+from tests.selection import toured
 from tests.training.matrix import Case, cases, merged
 from tests.workers import run
 
@@ -58,7 +59,7 @@ def same_stage(layout: Layout, rank: int, other: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in CASES]
+    "name", toured(pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in CASES)
 )
 def test_memory_and_flops_are_those_of_a_real_run(name):
     case = CASES[name]

@@ -73,6 +73,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
     return found
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("python", PYTHONS)
 def test_what_goes_in_comes_out(python: str, pairs: dict, tmp_path: Path) -> None:
     assert len(real_texts()) == COUNT
@@ -107,6 +108,7 @@ def plain_ids(form: str) -> str:
     return hashlib.sha256(json.dumps([each.ids for each in texts]).encode()).hexdigest()
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("python", PYTHONS)
 def test_a_runs_own_tokenizer_is_opened_as_it_is(python: str, tmp_path: Path) -> None:
     """Every form of tokenizer next to every architecture whose type says something of tokenizers."""
@@ -144,6 +146,7 @@ def test_a_runs_own_tokenizer_is_opened_as_it_is(python: str, tmp_path: Path) ->
         assert one["tokenizer model_max_length"] == 77 and one["chat"].startswith("<|begin|>user: What")
 
 
+@pytest.mark.tour
 def test_an_export_of_an_import_says_nothing_but_what_version_it_needs(pairs: dict) -> None:
     other = {
         family: [note for note in notes if "needs transformers" not in note] for family, (_, _, notes) in pairs.items()

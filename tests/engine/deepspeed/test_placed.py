@@ -9,6 +9,7 @@ import torch
 
 from megatron.config.variants import overlay
 from megatron.engine.replicas import PieceHashes
+from tests.selection import toured
 from tests.training import runs
 from tests.training.matrix import cases
 from tests.workers import run
@@ -48,7 +49,7 @@ def read(values: dict[str, Any], ranks: int) -> tuple[list[float], list[tuple[fl
     return losses, evaluations, masters, pieces.take(torch.device("cpu"))[0].tolist()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", toured(CASES, "layouts"))
 def test_equals_zero_1(name: str):
     """Sums in another order: a rounding of fp32, or of bf16 gradients that are scattered one micro-batch at a time."""
     case = next(case for case in cases() if case.name == "fp32: gpt2 on pp2 · dp2, ZB-V, ZeRO 3 gathered once")

@@ -27,6 +27,7 @@ from megatron.parallel.messages.traffic import Tally
 from megatron.parallel.transport.shared_sums import SharedSums
 from megatron.plan.messages.predict import predict
 from tests.engine.test_traffic import exact, trained_and_counted
+from tests.selection import toured
 from tests.training import runs
 from tests.training.matrix import cases
 from tests.workers import run
@@ -63,7 +64,7 @@ def both(name: str) -> tuple[dict[str, Any], int, list, list]:
     return values, ranks, ours, run(ranks, by_deepspeed, trained_and_counted, values, ranks)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", toured(PAIRS, "layouts"))
 def test_the_sums_are_those_of_deepspeed(name: str):
     """Of two numbers there is one sum, so without clipping losses and masters have the same bits. Norms are added up
     in another order: of parts of ranks, each an fp32 sum with a relative error below 1e-6."""
@@ -77,7 +78,7 @@ def test_the_sums_are_those_of_deepspeed(name: str):
     assert all((weights[key] == wanted[key]).all() for key in wanted)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", toured(PAIRS, "layouts"))
 def test_half_the_bytes_of_an_all_reduce(name: str):
     """The account has what is predicted, several buckets, and no all-reduce of gradients of replicas. DeepSpeed sends
     each element in an all-reduce. A rank then sends twice as much as in a reduce-scatter of these bytes."""

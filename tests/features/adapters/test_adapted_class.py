@@ -28,6 +28,7 @@ from megatron.training.start.fetch import fetched
 from tests.features.adapters.test_adapter_runs import OPENS, PEFT, factors_make, losses
 from tests.kinds.transformers.steps import values_of
 from tests.kinds.transformers.tiny import tiny
+from tests.selection import toured
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", toured(LAYOUTS, "layouts"))
 def test_runs_on_layouts_are_that_of_one_process(
     layout: dict[str, Any], base: Path, trained: Path, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ from megatron.parallel.layout.mesh import Mesh
 from megatron.testing.runs import train_on_ranks
 from megatron.training.start.fetch import fetched
 from tests.model.parity import randomise
+from tests.selection import toured
 from tools.adapter.from_peft import main as from_peft_tool
 from tools.adapter.merge import main as merge_tool
 from tools.adapter.to_peft import main as to_peft_tool
@@ -122,7 +123,9 @@ def test_checkpoints_have_the_adapters_alone_and_the_hash_of_the_base(trained: d
     assert meta.extra["adapters"] == {"base": hash_of(base, SOLO)}
 
 
-@pytest.mark.parametrize("layout", [{"parallel": {"tensor": 2}}, {"zero": {"stage": 3}}, {"parallel": {"pipeline": 2}}])
+@pytest.mark.parametrize(
+    "layout", toured([{"parallel": {"tensor": 2}}, {"zero": {"stage": 3}}, {"parallel": {"pipeline": 2}}], "layouts")
+)
 def test_runs_on_layouts_are_that_of_one_process(
     layout: dict[str, Any], trained: dict[str, Path], models: Path, tmp_path: Path
 ) -> None:

@@ -56,6 +56,7 @@ def test_four_steps_are_those_of_a_plain_loop(name):
         assert max(found[:2]) <= BOUND, (ranks, found)
 
 
+@pytest.mark.layouts
 def test_gradients_do_not_depend_on_the_layout():
     values = values_of("qwen3", tiny("qwen3"))
     stages = {"parallel": {"pipeline": 2}}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.testing.ranks import on_ranks
+from tests.selection import toured
 from tests.training import runs
 from tests.training.matrix import merged, read
 
@@ -52,7 +53,7 @@ def evaluated(values: dict[str, Any], ranks: int, often: bool) -> tuple[list[lis
     return seen, losses, evaluations
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", toured(LAYOUTS, "layouts"))
 def test_an_evaluation_is_of_the_average_and_leaves_no_trace(layout):
     matrix = read()
     own = {k: v for k, v in LAYOUTS[layout].items() if k != "ranks"}

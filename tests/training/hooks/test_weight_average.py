@@ -12,6 +12,7 @@ from megatron.config import resolve
 from megatron.model.stack import build_model
 from megatron.parallel.layers.parameters import stored_tensors
 from megatron.testing.ranks import on_ranks
+from tests.selection import toured
 from tests.training import runs
 from tests.training.matrix import merged, read
 
@@ -62,7 +63,7 @@ def plain_evaluation(values: dict[str, Any], weights: dict[tuple[str, str], np.n
     return float((ce * batch.loss_mask[0]).double().sum() / batch.loss_mask.double().sum())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", toured(LAYOUTS, "layouts"))
 def test_the_average_is_the_formulas_and_leaves_no_trace(layout):
     matrix = read()
     own = {k: v for k, v in LAYOUTS[layout].items() if k != "ranks"}
