@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .problems import Problem
-from .registry import INSIDE, OPTIMIZER, description_of
+from .registry import OPTIMIZER, description_of, descriptions_inside
 
 if TYPE_CHECKING:
     from .rule_context import RuleContext
@@ -120,13 +120,12 @@ class OptimizerKind:
 
 def optimizer_kind(config: Config) -> OptimizerKind | None:
     """The kind of the run's optimizer, or None if its name stands for a class, or for nothing that can be imported."""
-    return _kind(config.optimizer.type, tuple(config.model.extensions))
+    return description_of(OPTIMIZER, config.optimizer.type, tuple(config.model.extensions), OptimizerKind)
 
 
 def kinds_inside() -> dict[str, OptimizerKind]:
     """The kinds of all optimizers of this package, by name."""
-    found = {name: _kind(name, ()) for name in INSIDE[OPTIMIZER]}
-    return {name: kind for name, kind in found.items() if kind is not None}
+    return descriptions_inside(OPTIMIZER, OptimizerKind)
 
 
 def state_bytes(config: Config) -> int:
@@ -135,29 +134,17 @@ def state_bytes(config: Config) -> int:
     return UNKNOWN_STATE if kind is None else kind.state_bytes(config)
 
 
-def _kind(name: str, extensions: tuple[str, ...]) -> OptimizerKind | None:
-    found = description_of(OPTIMIZER, name, extensions)
-    return found if isinstance(found, OptimizerKind) else None
-
-
 def unknown_options(context: RuleContext, section: str, known: Mapping[str, Option]) -> Iterator[Problem]:
     """Problems of `<section>.options`: names that `<section>.type` does not declare, and values that they forbid."""
     keys = (f"{section}.options", f"{section}.type")
     for name, value in context.value(keys[0]).items():
-        problem = known[name].problem(value) if name in known else None
         if name not in known:
             its = f"the options of {context.value(keys[1])}"
-            yield context.problem(
-                *keys,
-                rule=f"{its} must be among {', '.join(known) or 'none'}, and {name} is not",
-                fix=f"remove it, or change {keys[1]}",
-            )
-        elif problem is not None:
-            yield context.problem(
-                *keys,
-                rule=f"{name} {problem}",
-                fix="remove it" + ("" if known[name].default is None else f", or use {known[name].shown}"),
-            )
+            rule = f"{its} must be among {', '.join(known) or 'none'}, and {name} is not"
+            yield context.problem(*keys, rule=rule, fix=f"remove it, or change {keys[1]}")
+        elif problem := known[name].problem(value):
+            fix = "remove it" + ("" if known[name].default is None else f", or use {known[name].shown}")
+            yield context.problem(*keys, rule=f"{name} {problem}", fix=fix)
 
 
 # Names that a user may try, why they are not built, and what to take.

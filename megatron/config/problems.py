@@ -104,6 +104,18 @@ class UserError(ValueError):
     """A mistake of the user. It is reported without a traceback, and a restart would not help."""
 
 
+class RuleError(UserError):
+    """A rule that something breaks, and the advice.
+
+    Attributes:
+        key: the key to fix, where it is known.
+    """
+
+    def __init__(self, rule: str, fix: str, key: str = ""):
+        self.rule, self.fix, self.key = rule, fix, key
+        super().__init__(f"{rule}: {fix}")
+
+
 class ConfigError(UserError):
     """A configuration that no run can start from. `problems` has every mistake. str() lists them for the user."""
 

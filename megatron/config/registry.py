@@ -20,10 +20,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .admitted import RULE, how_to_admit, is_strange
-from .problems import UserError
+from .problems import RuleError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
@@ -175,22 +175,14 @@ INSIDE: dict[str, dict[str, str]] = {
         "extract": "megatron.evaluation.memorisation.arguments:parser",
     },
 }
+D = TypeVar("D")
 ADDED = {HOOK: "hooks", METRIC: "logging.sinks"}  # roles whose names inside have keys of their own, and where others go
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
-class RegistryError(UserError):
-    """A name or an extension that cannot be used.
-
-    Attributes:
-        rule: the condition.
-        fix: the advice.
-    """
-
-    def __init__(self, rule: str, fix: str):
-        self.rule, self.fix = rule, fix
-        super().__init__(f"{rule}: {fix}")
+class RegistryError(RuleError):
+    """A name or an extension that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -311,17 +303,22 @@ def registry_of(extensions: tuple[str, ...] = ()) -> Registry:
     return registry_of(extensions[:-1]).extended(extensions[-1])
 
 
-@cache
-def description_of(role: str, name: str, extensions: tuple[str, ...]) -> Any:
+def description_of(role: str, name: str, extensions: tuple[str, ...], kind: type[D]) -> D | None:
     """The object that a name of an optimizer or an objective stands for. None: it stands for a class, whose module may
     need torch, or for nothing that can be imported."""
     try:
         registry = registry_of(extensions)
-        if not registry.path(role, name).partition(":")[2].isupper():
-            return None
-        return registry.load(role, name)
+        named = registry.path(role, name).partition(":")[2].isupper()
+        found = registry.load(role, name) if named else None
     except RegistryError:
         return None  # rules/model.py reports it
+    return found if isinstance(found, kind) else None
+
+
+def descriptions_inside(role: str, kind: type[D]) -> dict[str, D]:
+    """The descriptions of a role in this package, by name."""
+    found = {name: description_of(role, name, (), kind) for name in INSIDE[role]}
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def offered_by(role: str, name: str) -> str | None:

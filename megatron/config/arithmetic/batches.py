@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import Any, BinaryIO
 
 from ..file_access import unreadable
+from ..problems import RuleError
 
 
 @dataclass(frozen=True)
@@ -151,17 +152,8 @@ WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # code of a type of token ids -> 
 _CHUNK = 1 << 22  # bytes of sizes that are read together
 
 
-class Uncounted(Exception):
-    """The steps are not known.
-
-    Attributes:
-        key: the key to fix.
-        rule, fix: of the message.
-    """
-
-    def __init__(self, key: str, rule: str, fix: str):
-        super().__init__(rule)
-        self.key, self.rule, self.fix = key, rule, fix
+class Uncounted(RuleError):
+    """The steps are not known."""
 
 
 class Unread(Uncounted):
@@ -199,16 +191,16 @@ def steps_of_epochs(at: Callable[[str], Any]) -> int:
     epochs, batch = at("training.epochs"), at("training.global_batch_size")
     if batch is None:
         raise Uncounted(
-            "training.epochs",
             "must go with a known batch: without training.global_batch_size it follows from the number of ranks",
             "give training.global_batch_size, or --ranks N",
+            "training.epochs",
         )
     parts = at("data.epoch_parts")
     if batch % parts:
         raise Uncounted(
-            "data.epoch_parts",
             f"must divide training.global_batch_size, which is {batch}",
             "use 1, or GPT-NeoX's gradient_accumulation_steps",
+            "data.epoch_parts",
         )
     if (
         at("data.synthetic") != "none"
@@ -217,28 +209,24 @@ def steps_of_epochs(at: Callable[[str], Any]) -> int:
         or not at("data.train")
     ):
         raise Uncounted(
-            "training.epochs",
             "must go with token files in data.train that are packed continuously, without data.phases: only their "
             "samples are counted before the start",
             "give training.steps instead",
+            "training.epochs",
         )
     shares, unit = at("data.split"), batch // parts
-    samples = sum(_samples(_path(source), shares, at) for source in at("data.train"))
+    paths = (source["path"] if isinstance(source, dict) else source.path for source in at("data.train"))
+    samples = sum(_samples(path or "", shares, at) for path in paths)  # a stream gets its own later
     whole = samples if at("data.order") in ("stream", "window") else samples // unit * unit
     schedule, length = at("training.batch_schedule") or (), at("training.sequence_length")
     steps = batches_by(batch, schedule, length).step(whole * epochs)
     if not steps:
         raise Uncounted(
-            "training.epochs",
             f"must make at least one step: {epochs} of {samples} samples are fewer than a batch of {batch}",
             "use more epochs, or a smaller training.global_batch_size",
+            "training.epochs",
         )
     return steps
-
-
-def _path(source: Any) -> str:
-    """Prefix of a source's token file, or nothing: a stream gets its own later."""
-    return (source["path"] if isinstance(source, dict) else source.path) or ""
 
 
 def _samples(path: str, shares: list[float] | None, at: Callable[[str], Any]) -> int:
@@ -266,12 +254,12 @@ def _index(path: str, shares: list[float] | None) -> Iterator[tuple[BinaryIO, in
     prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
     index = prefix + ".idx"
     if reason := unreadable(index):
-        raise Unread("training.epochs", f"must be counted from the token files, and of {index} {reason}", STEPS)
+        raise Unread(f"must be counted from the token files, and of {index} {reason}", STEPS, "training.epochs")
     with open(index, "rb") as file:
         head = file.read(HEADER.size)
         magic, _, code, documents, _ = HEADER.unpack(head) if len(head) == HEADER.size else (b"", 0, 0, 0, 0)
         if magic != b"MMIDIDX\x00\x00" or code not in WIDTHS or os.path.getsize(index) < HEADER.size + 12 * documents:
-            raise Unread("training.epochs", f"must be counted from the token files, and {index} is damaged", STEPS)
+            raise Unread(f"must be counted from the token files, and {index} is damaged", STEPS, "training.epochs")
         last = documents
         if shares is not None:
             padded = ([float(share) for share in shares] + [0.0, 0.0])[:3]

@@ -15,6 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ..problems import RuleError
+
 LINES = (".jsonl", ".ndjson")
 TABLES = (".parquet", ".arrow", ".feather")
 TEXTS = (".txt", ".text", ".md", ".rst", ".py")
@@ -43,16 +45,8 @@ def kind_of(name: str) -> str | None:
     return next((kind for endings, kind in kinds.items() if ending in endings), None)
 
 
-class ShardError(Exception):
-    """The shards of a stream cannot be listed.
-
-    Attributes:
-        rule, fix: of the message.
-    """
-
-    def __init__(self, rule: str, fix: str):
-        super().__init__(rule)
-        self.rule, self.fix = rule, fix
+class ShardError(RuleError):
+    """The shards of a stream cannot be listed."""
 
 
 @dataclass(frozen=True)

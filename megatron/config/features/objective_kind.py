@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..optimizer_kind import Option
 from ..problems import Problem
-from ..registry import INSIDE, OBJECTIVE, description_of
+from ..registry import OBJECTIVE, description_of, descriptions_inside
 
 if TYPE_CHECKING:
     from ..rule_context import RuleContext
@@ -52,18 +52,12 @@ class ObjectiveKind:
 
 def objective_kind(config: Config) -> ObjectiveKind | None:
     """The kind of the run's objective. None: its name stands for a class, or for nothing that can be imported."""
-    return _kind(config.objective.type, tuple(config.model.extensions))
+    return description_of(OBJECTIVE, config.objective.type, tuple(config.model.extensions), ObjectiveKind)
 
 
 def objectives_inside() -> dict[str, ObjectiveKind]:
     """The kinds of all objectives of this package, by name."""
-    found = {name: _kind(name, ()) for name in INSIDE[OBJECTIVE]}
-    return {name: kind for name, kind in found.items() if kind is not None}
-
-
-def _kind(name: str, extensions: tuple[str, ...]) -> ObjectiveKind | None:
-    found = description_of(OBJECTIVE, name, extensions)
-    return found if isinstance(found, ObjectiveKind) else None
+    return descriptions_inside(OBJECTIVE, ObjectiveKind)
 
 
 def validation_is_given(context: RuleContext, read: str, form: str) -> Iterator[Problem]:

@@ -191,7 +191,7 @@ def tokenise(settings: dict[str, Any]) -> None:
     try:
         shards, _ = list_shards(stream)
     except ShardError as error:
-        raise DataError(stream, error.rule, error.fix) from OSError(str(error))
+        raise DataError(stream, error.rule, error.fix) from OSError(error.rule)
     if (now := describe_shards(shards)) != settings["shards"]:
         rule = f"its files have changed since the start: they were {settings['shards']}, and are {now}"
         raise DataError(stream, rule, "restore them: the order of a stream is fixed by its files") from OSError(rule)
