@@ -65,6 +65,11 @@ class Derived:
     reads: tuple[str, ...] = ()
 
 
+def same_as(name: str) -> Derived:
+    """The value of another key."""
+    return Derived(name, lambda own, at: at[name], (name,))
+
+
 def key(
     default: Any,
     sentence: str,

@@ -74,7 +74,7 @@ def on_layout(config: Config) -> dict[str, Any]:
         refuse_strange([module] if colon else [], f"checkpoint {config.objective.teacher}")
         values |= {"optimizer": {"type": own.optimizer.type}, "schedule": {"type": "constant"}}
     parallel, training = values["parallel"], values["training"]
-    if not _has_experts(own):
+    if not any(kind.experts(options) for _, kind, options in used_kinds(own.model)):
         parallel.update(expert=1, expert_tensor=None)
     if config.parallel.context > 1:
         parallel["context_cut"] = choose_cut(config)[0]  # both read the same tokens
@@ -85,10 +85,6 @@ def on_layout(config: Config) -> dict[str, Any]:
             training.update(keys.fields().model_dump())
     training["activation_checkpointing"] = {}
     return values
-
-
-def _has_experts(config: Config) -> bool:
-    return any(kind.experts(options) for _, kind, options in used_kinds(config.model))
 
 
 def same_tokens(one: TokenizerSection, other: TokenizerSection) -> bool | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from .derive import View, derivations
@@ -38,11 +37,6 @@ def kinds_with_variant(view: View, variant: str) -> list[str]:
     return list(dict.fromkeys(named))
 
 
-def _below(origin: Callable[[Path], Origin], prefix: Path, path: Path) -> Origin:
-    """Where an option of a variant came from, `path` being that of the kind's own option."""
-    return origin((*prefix, *path[2:]))
-
-
 def check_variants(values: dict[str, Any], origin: Callable[[Path], Origin]) -> list[Problem]:
     """Unknown and wrong options of variants. Wrong options are removed from `values`, so that the rest can be checked.
 
@@ -55,7 +49,11 @@ def check_variants(values: dict[str, Any], origin: Callable[[Path], Origin]) -> 
         for kind in kinds_with_variant(View(values), name):
             prefix = ("model", "variants", name)
             trial = {**values, "model": {**values["model"], kind: overlay(values["model"][kind], own)}}
-            _, found, _ = check_structure(trial, partial(_below, origin, prefix))
+
+            def of_the_variant(path: Path, prefix: Path = prefix) -> Origin:
+                return origin((*prefix, *path[2:]))
+
+            _, found, _ = check_structure(trial, of_the_variant)
             for each in found:
                 path = (*prefix, *parse_path(each.key)[2:])
                 fix = each.fix.replace(f"model.{kind}.", f"{dotted(prefix)}.")

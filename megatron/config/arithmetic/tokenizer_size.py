@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,24 @@ class SizeUnknown(Exception):
     """The size cannot be read from local files. str() has the reason."""
 
 
-def _huggingface(path: Path) -> int:
-    """The largest id of tokenizer.json (its model's vocabulary and its added tokens) plus one."""
-    file = path / "tokenizer.json" if path.is_dir() else path
+def _size(file: Path, what: str, size: Callable[[Any], int]) -> int:
+    """The size that the content of a JSON file gives."""
     if not file.is_file():
         raise SizeUnknown(f"{file} is no local file")
     try:
-        content = read_json(file)
-        vocabulary = content["model"]["vocab"]
-        added = [token["id"] for token in content.get("added_tokens") or ()]
-    except (ValueError, KeyError, TypeError) as error:
-        raise SizeUnknown(f"{file} is no tokenizer.json ({type(error).__name__}: {error})") from error
+        return size(read_json(file))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SizeUnknown(f"{file} is no {what} ({type(error).__name__}: {error})") from error
+
+
+def _inside(path: Path, name: str) -> Path:
+    return path / name if path.is_dir() else path
+
+
+def _largest(content: Any) -> int:
+    """The largest id of tokenizer.json (its model's vocabulary and its added tokens) plus one."""
+    vocabulary = content["model"]["vocab"]
+    added = [token["id"] for token in content.get("added_tokens") or ()]
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else range(len(vocabulary))
     return max([*ids, *added], default=-1) + 1
 
@@ -32,8 +39,7 @@ def local_tokens(tokenizer: Mapping[str, Any]) -> set[str] | None:
     """The tokens of a local tokenizer.json, as it spells them, added ones included, or None."""
     if tokenizer["type"] != "huggingface" or not tokenizer["path"]:
         return None
-    path = Path(tokenizer["path"])
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = _inside(Path(tokenizer["path"]), "tokenizer.json")
     if not file.is_file():
         return None
     try:
@@ -43,27 +49,6 @@ def local_tokens(tokenizer: Mapping[str, Any]) -> set[str] | None:
         return {*words, *(token["content"] for token in content.get("added_tokens") or ())}
     except (ValueError, KeyError, TypeError):
         return None  # which is reported where its size is read
-
-
-def _gpt2(path: Path) -> int:
-    """The largest id of a GPT-2 vocab.json plus one."""
-    file = path / "vocab.json" if path.is_dir() else path
-    if not file.is_file():
-        raise SizeUnknown(f"{file} is no local file")
-    try:
-        return max(read_json(file).values()) + 1
-    except (ValueError, AttributeError, TypeError) as error:
-        raise SizeUnknown(f"{file} is no vocabulary ({type(error).__name__}: {error})") from error
-
-
-def _characters(path: Path) -> int:
-    """A JSON list of characters, one for all others, and the end of document."""
-    if not path.is_file():
-        raise SizeUnknown(f"{path} is no local file")
-    try:
-        return len(read_json(path)) + 2
-    except (ValueError, TypeError) as error:
-        raise SizeUnknown(f"{path} is no list of characters ({type(error).__name__}: {error})") from error
 
 
 def _sentencepiece(path: Path) -> int:
@@ -93,5 +78,11 @@ def tokenizer_size(tokenizer: Mapping[str, Any]) -> int:
     raise SizeUnknown(f"the size of a {kind} tokenizer stands in no local file")
 
 
-_READERS = {"huggingface": _huggingface, "gpt2": _gpt2, "characters": _characters, "sentencepiece": _sentencepiece}
+_READERS: dict[str, Callable[[Path], int]] = {
+    "huggingface": lambda path: _size(_inside(path, "tokenizer.json"), "tokenizer.json", _largest),
+    "gpt2": lambda path: _size(_inside(path, "vocab.json"), "vocabulary", lambda ids: max(ids.values()) + 1),
+    # one more for all other characters, and the end of document
+    "characters": lambda path: _size(path, "list of characters", lambda content: len(content) + 2),
+    "sentencepiece": _sentencepiece,
+}
 _BUILT_IN = {"bytes": 257, "characters": 512}  # bytes and the end of document, and GPT-NeoX's character tokenizer

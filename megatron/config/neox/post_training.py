@@ -74,7 +74,13 @@ def translate(flat: Flat, native: Native) -> None:
             most = max(2 * length, flat.count("max_position_embeddings") or 0)
             native.put("model.embedding.max_positions", most, "max_position_embeddings", "train_impl")
         native.note("training.sequence_length: both answers of a pair are in one sample, each in a half")
-    {"dpo": _dpo, "kto": _kto, "reward_model": _reward_model}[found](flat, native)
+    if found == "dpo":
+        native.put("objective.options.beta", flat.number("dpo_beta"), "dpo_beta")
+        native.put("objective.options.reference_free", flat.boolean("dpo_reference_free"), "dpo_reference_free")
+    elif found == "kto":
+        _kto(flat, native)
+    else:
+        native.put("objective.options.squares", flat.number("z_loss"), "z_loss")
     native.note("answers are read whole: GPT-NeoX appends the first token of the next document, with its label")
 
 
@@ -127,11 +133,6 @@ def _one(flat: Flat, name: str, needed: bool) -> str | None:
     return None
 
 
-def _dpo(flat: Flat, native: Native) -> None:
-    native.put("objective.options.beta", flat.number("dpo_beta"), "dpo_beta")
-    native.put("objective.options.reference_free", flat.boolean("dpo_reference_free"), "dpo_reference_free")
-
-
 def _kto(flat: Flat, native: Native) -> None:
     for name in ("beta", "desirable_weight", "undesirable_weight"):
         native.put(f"objective.options.{name}", flat.number(f"kto_{name}"), f"kto_{name}")
@@ -141,10 +142,6 @@ def _kto(flat: Flat, native: Native) -> None:
         "one rank, and averages each reward over the filler too. kl: true measures it over the whole batch "
         "(docs/preferences.md)"
     )
-
-
-def _reward_model(flat: Flat, native: Native) -> None:
-    native.put("objective.options.squares", flat.number("z_loss"), "z_loss")
 
 
 def _policy(flat: Flat, native: Native) -> None:

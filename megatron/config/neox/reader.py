@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from ..problems import ABSENT, Problem
+
 
 @dataclass(frozen=True)
 class FlatDocument:
@@ -30,18 +32,6 @@ class FlatOrigin(NamedTuple):
     key: str
 
 
-@dataclass(frozen=True)
-class FlatProblem:
-    """One thing that cannot be translated. `value` is None and `path` "" where a required key is missing."""
-
-    path: str
-    line: int | None
-    key: str
-    value: Any
-    rule: str
-    fix: str
-
-
 @dataclass
 class Translation:
     """The native configuration that GPT-NeoX files describe.
@@ -56,7 +46,7 @@ class Translation:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, FlatOrigin] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    problems: list[FlatProblem] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
 
 T = TypeVar("T")
@@ -71,6 +61,10 @@ class FlatEntry:
     path: str
     line: int | None
     spelling: str
+
+    @property
+    def place(self) -> str:
+        return self.path if self.line is None else f"{self.path}:{self.line}"
 
 
 def as_number(value: Any) -> float | int | None:
@@ -87,7 +81,7 @@ def as_number(value: Any) -> float | int | None:
 class Flat:
     """Merged flat keys, under their names with underscores. A value of null counts as not given, as in GPT-NeoX."""
 
-    def __init__(self, entries: Mapping[str, FlatEntry], defaults: Mapping[str, Any], problems: list[FlatProblem]):
+    def __init__(self, entries: Mapping[str, FlatEntry], defaults: Mapping[str, Any], problems: list[Problem]):
         self.entries, self.defaults, self.problems = entries, defaults, problems
 
     def given(self, name: str) -> bool:
@@ -105,7 +99,8 @@ class Flat:
     def problem(self, name: str, rule: str, fix: str, value: Any = None) -> None:
         """Report a key. `value` replaces the whole value in the message, for a part of a dictionary."""
         entry = self.entries.get(name, FlatEntry(None, "", None, name))
-        found = FlatProblem(entry.path, entry.line, entry.spelling, entry.value if value is None else value, rule, fix)
+        value = entry.value if value is None else value
+        found = Problem(entry.spelling, rule, fix, ABSENT if value is None else value, entry.place)
         if found not in self.problems:  # several topics read some keys
             self.problems.append(found)
 

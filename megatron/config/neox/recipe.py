@@ -112,13 +112,14 @@ def _passes(flat: Flat) -> int | None:
     total, micro = flat.count("train_batch_size"), flat.count("train_micro_batch_size_per_gpu")
     if total is None or micro is None or flat.given("gradient_accumulation_steps"):
         return flat.count("gradient_accumulation_steps")
-    gpus = flat.count("global_num_gpus")
-    ranks = gpus and gpus // (
-        flat.defaulted_count("model_parallel_size") * max(1, flat.defaulted_integer("pipe_parallel_size"))
-    )
     if total == micro:
         return 1
+    ranks = (flat.count("global_num_gpus") or 0) // _inner(flat)
     return total // (micro * ranks) if ranks and total % (micro * ranks) == 0 else None
+
+
+def _inner(flat: Flat) -> int:
+    return flat.defaulted_count("model_parallel_size") * max(1, flat.defaulted_integer("pipe_parallel_size"))
 
 
 def _batch(flat: Flat, native: Native) -> None:
@@ -167,8 +168,7 @@ def _accumulation_alias(flat: Flat, native: Native) -> None:
 
 def _micro(flat: Flat, total: int, steps: int) -> int:
     """GPT-NeoX's micro batch for a global batch, if the file has the number of GPUs, else 1."""
-    gpus = flat.count("global_num_gpus")
-    inner = flat.defaulted_count("model_parallel_size") * max(1, flat.defaulted_integer("pipe_parallel_size"))
+    gpus, inner = flat.count("global_num_gpus"), _inner(flat)
     if gpus is None or gpus % inner or total % (gpus // inner * steps):
         return 1
     return total // (gpus // inner * steps)
@@ -376,11 +376,8 @@ def _accumulation_format(flat: Flat, native: Native) -> None:
     if given is not None and str(given).lower() not in NUMBERS:
         flat.problem("data_types", "grad_accum_dtype must be fp32, bf16 or fp16", "write fp32", value=given)
     native.put("precision.accumulate", NUMBERS.get(str(given).lower(), "fp32"), "data_types.grad_accum_dtype")
-    if flat.given("communication_data_type"):
-        reduce = flat.choice("communication_data_type", NUMBERS)
-        native.put("precision.reduce", reduce or "fp32", "communication_data_type")
-    else:
-        native.put("precision.reduce", "fp32", "communication_data_type")
+    reduce = flat.choice("communication_data_type", NUMBERS) if flat.given("communication_data_type") else "fp32"
+    native.put("precision.reduce", reduce or "fp32", "communication_data_type")
     if native.result.values["precision"]["compute"] != "fp32" and given is None:
         native.note(
             "precision.accumulate and precision.reduce: fp32. GPT-NeoX sums gradients in the compute type by default"

@@ -6,13 +6,12 @@ import difflib
 import json
 import textwrap
 from collections.abc import Container, Iterable
-from functools import cache
 from typing import Any, Literal
 
-from ..problems import YAML_WORDS
+from ..problems import ABSENT, YAML_WORDS, Problem
 from ..schema import ANY, Config, catalog
 from . import architecture, corpus, layout, moe, output, post_training, recipe
-from .reader import Flat, FlatDocument, FlatEntry, FlatOrigin, FlatProblem, Native, Translation
+from .reader import Flat, FlatDocument, FlatEntry, FlatOrigin, Native, Translation
 from .refused import NO_EFFECT, REFUSED, RETIRED, RETIRED_READ
 
 TOPICS = (architecture, recipe, corpus, post_training, layout, output, moe)
@@ -39,15 +38,11 @@ def plain(name: str) -> str:
     return name.replace("-", "_")
 
 
-@cache
-def _native_names() -> tuple[str, ...]:
-    return tuple(key.name for key in catalog().values() if not key.section and ANY not in key.path)
-
-
 def nearest(name: str) -> str:
     """The likely meaning of an unknown key, as a sentence."""
     flat = difflib.get_close_matches(name, sorted(NAMES), 1)
-    last = {key.rsplit(".", 1)[-1]: key for key in reversed(_native_names())}
+    keys = [key for key in catalog().values() if not key.section and ANY not in key.path]
+    last = {key.path[-1]: key.name for key in reversed(keys)}
     native = difflib.get_close_matches(name, list(last), 1, 0.75 if flat else 0.4)
     parts = [f"the nearest GPT-NeoX key is {flat[0]}"] if flat else []
     parts += [f"the nearest native key is {last[native[0]]}"] if native else []
@@ -103,38 +98,23 @@ def translate(documents: Iterable[FlatDocument]) -> Translation:
     return result
 
 
-def _merge(documents: Iterable[FlatDocument], problems: list[FlatProblem]) -> dict[str, FlatEntry]:
+def _merge(documents: Iterable[FlatDocument], problems: list[Problem]) -> dict[str, FlatEntry]:
     merged: dict[str, FlatEntry] = {}
     for document in documents:
         for spelling, value in document.values.items():
             spelling = str(spelling)
             name = plain(spelling)
             entry = FlatEntry(value, document.path, document.lines.get(spelling), spelling)
-            earlier = merged.get(name)
-            if earlier is not None and not document.override and not _same(earlier.value, value):
-                problems.append(
-                    FlatProblem(
-                        document.path,
-                        entry.line,
-                        spelling,
-                        value,
-                        f"{_place(earlier)} already says {earlier.spelling} = {earlier.value!r}: GPT-NeoX files must "
-                        "not "
-                        "contradict each other",
-                        "remove one of the two",
-                    )
-                )
-            elif earlier is None or document.override:
+            earlier = merged.setdefault(name, entry)
+            same = earlier.value == value and isinstance(earlier.value, bool) == isinstance(value, bool)
+            if document.override:
                 merged[name] = entry
+            elif not same:
+                rule = f"{earlier.place} already says {earlier.spelling} = {earlier.value!r}: GPT-NeoX files must not "
+                rule += "contradict each other"
+                fix = "remove one of the two"
+                problems.append(Problem(spelling, rule, fix, ABSENT if value is None else value, entry.place))
     return merged
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
-
-
-def _place(entry: FlatEntry) -> str:
-    return entry.path if entry.line is None else f"{entry.path}:{entry.line}"
 
 
 def _classify(name: str, entry: FlatEntry, native: Native) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path as File
 
 from ..arithmetic.batches import Unread, batches_of, training_tokens
@@ -119,14 +120,11 @@ def weights_are_for_training(context: RuleContext) -> Iterator[Problem]:
 
 def some_source_counts(context: RuleContext) -> Iterator[Problem]:
     """In each blend by itself: a phase in which nothing counts would pass without an update."""
-    data = context.config.data
-    blends: list[tuple[Path, Sequence[SourceSection]]]
-    blends = [(("data", "train"), data.train if not data.phases or data.phases[0].start > 0 else [])]
-    blends += [(("data", "phases", index, "sources"), phase.sources) for index, phase in enumerate(data.phases)]
-    blends += [(("data", "validation", name), each) for name, each in data.validation.items()]
-    blends += [(("data", "test", name), each) for name, each in data.test.items()]
-    for path, entries in blends:
-        if entries and not any(each.loss and each.loss_weight for each in entries):
+    phases = context.config.data.phases
+    unread = ("data", "train") if phases and phases[0].start <= 0 else None
+    for path, found in groupby(sources(context), lambda each: each[0][:-1]):
+        entries = [source for _, source in found]
+        if path != unread and not any(each.loss and each.loss_weight for each in entries):
             yield context.problem_at(
                 (*path, 0, "loss_weight" if entries[0].loss else "loss"),
                 rule="at least one source must count in the loss",

@@ -191,32 +191,23 @@ def stages_end_one_after_the_other(context: RuleContext) -> Iterator[Problem]:
 def ranks_share_each_batch(context: RuleContext) -> Iterator[Problem]:
     """Each batch has whole micro-batches on every data parallel rank."""
     training, ranks = context.config.training, context.data_ranks
-    unit = training.micro_batch_size * (ranks or 1)
+    unit, micro, parallel = training.micro_batch_size * (ranks or 1), training.micro_batch_size, context.config.parallel
+    whole, least = unit * parallel.pipeline, least_micro_batches(parallel)
     for number, entry in enumerate(training.batch_schedule if ranks else ()):
-        if entry.global_batch_size % unit:
-            yield context.problem_at(
-                (*SCHEDULE, number, "global_batch_size"),
-                "training.micro_batch_size",
-                rule=f"must be a multiple of micro_batch_size * data parallel size, here {training.micro_batch_size} * "
-                f"{ranks} = {unit}",
-                fix=f"use {multiples(entry.global_batch_size, unit)}",
-            )
-        elif in_rounds(context.config.parallel) and entry.global_batch_size % (unit * context.config.parallel.pipeline):
-            whole = unit * context.config.parallel.pipeline
-            yield context.problem_at(
-                (*SCHEDULE, number, "global_batch_size"),
-                "parallel.schedule",
-                rule=f"the micro-batches of a step must be a multiple of the pipeline's ranks: a batch is n * {whole}",
-                fix=f"use {multiples(entry.global_batch_size, whole)}",
-            )
-        elif entry.global_batch_size < unit * least_micro_batches(context.config.parallel):
-            least = least_micro_batches(context.config.parallel)
-            yield context.problem_at(
-                (*SCHEDULE, number, "global_batch_size"),
-                "parallel.schedule",
-                rule=f"a step must have at least {least} micro-batches, twice the pipeline's ranks",
-                fix=f"use {least * unit} or more, or parallel.schedule=zbv",
-            )
+        size, other = entry.global_batch_size, "parallel.schedule"
+        if size % unit:
+            other = "training.micro_batch_size"
+            rule = f"must be a multiple of micro_batch_size * data parallel size, here {micro} * {ranks} = {unit}"
+            fix = f"use {multiples(size, unit)}"
+        elif in_rounds(parallel) and size % whole:
+            rule = f"the micro-batches of a step must be a multiple of the pipeline's ranks: a batch is n * {whole}"
+            fix = f"use {multiples(size, whole)}"
+        elif size < unit * least:
+            rule = f"a step must have at least {least} micro-batches, twice the pipeline's ranks"
+            fix = f"use {least * unit} or more, or parallel.schedule=zbv"
+        else:
+            continue
+        yield context.problem_at((*SCHEDULE, number, "global_batch_size"), other, rule=rule, fix=fix)
 
 
 CHECKS = (

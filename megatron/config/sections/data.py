@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..arithmetic.shards import ShardError, describe_shards, list_shards
 from ..registry import SOURCE
-from ..section import Derivable, Derived, Section, key
+from ..section import Derivable, Derived, Section, key, same_as
 
 
 def _source_name(own: dict[str, Any], at: Any) -> str:
@@ -125,12 +125,7 @@ class DataSection(Section):
     )
     window: int = key(65536, "window order: samples that are shuffled together in the first epoch.", gt=0, le=2**40)
     streaming: StreamingSection = key(StreamingSection, "Sources that have `stream`.")
-    seed: Derivable[int] = key(
-        None,
-        "Seed of the order.",
-        derived=Derived("training.seed", lambda own, at: at["training.seed"], ("training.seed",)),
-        ge=0,
-    )
+    seed: Derivable[int] = key(None, "Seed of the order.", derived=same_as("training.seed"), ge=0)
     margin: float = key(
         1.005, "pythia order: each blended source is asked for this many times its share of samples.", ge=1
     )

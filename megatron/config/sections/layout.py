@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ..registry import RUNNER
-from ..section import Derivable, Derived, Section, key
+from ..section import Derivable, Section, key, same_as
 
 
 class CompressOptions(Section):
@@ -82,7 +82,7 @@ class ParallelSection(Section):
         "Context parallel size: ranks that share the tokens of each sequence. Like data parallel ranks, they hold the "
         "same parameters, but for folded.",
         unit="ranks",
-        derived=Derived("parallel.folded", lambda own, at: own["folded"], ("parallel.folded",)),
+        derived=same_as("parallel.folded"),
         gt=0,
     )
     folded: int = key(
@@ -122,7 +122,7 @@ class ParallelSection(Section):
         "Tensor parallel size inside an expert: that of the model, or 1. With 1, experts are folded over the "
         "tensor axis: each rank has whole experts and works on its share of the tokens.",
         unit="ranks",
-        derived=Derived("parallel.tensor", lambda own, at: own["tensor"], ("parallel.tensor",)),
+        derived=same_as("parallel.tensor"),
         gt=0,
     )
     sequence: bool = key(

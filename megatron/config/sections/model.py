@@ -11,7 +11,7 @@ from ..arithmetic.tokenizer_size import SizeUnknown, tokenizer_size
 from ..features.feature import extended
 from ..kind import kinds_of
 from ..pattern import BlockPattern, blocks_of
-from ..section import Derivable, Derived, Section, key
+from ..section import Derivable, Derived, Section, key, same_as
 
 
 def _repeats(at: Any) -> bool:
@@ -212,11 +212,7 @@ class HeadOptions(Section):
     multiplier: float = key(1.0, "Logits are multiplied by this (logit scale).", gt=0)
     softcap: float | None = key(None, "Cap logits l as softcap * tanh(l / softcap).", gt=0)
     bias: bool = key(False, "Whether the head has a bias.")
-    norm: Derivable[Norm] = key(
-        None,
-        "Type of the norm before the head.",
-        derived=Derived("model.norm.type", lambda own, at: at["model.norm.type"], ("model.norm.type",)),
-    )
+    norm: Derivable[Norm] = key(None, "Type of the norm before the head.", derived=same_as("model.norm.type"))
 
 
 InitScheme = Literal[
@@ -245,11 +241,7 @@ class InitOptions(Section):
     output: InitScheme = key(
         "scaled_normal", "Scheme of matrices that write to the residual stream (attention output, down)."
     )
-    head: Derivable[InitScheme] = key(
-        None,
-        "Scheme of the head.",
-        derived=Derived("model.init.embedding", lambda own, at: own["embedding"], ("model.init.embedding",)),
-    )
+    head: Derivable[InitScheme] = key(None, "Scheme of the head.", derived=same_as("model.init.embedding"))
     layers: Derivable[int] = key(
         None,
         "Layer count in the depth-dependent schemes. The blocks of a recurrent group count recurrence.mean times.",

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ..arithmetic.batches import Uncounted, steps_of_epochs
 from ..features.feature import extended
 from ..registry import OBJECTIVE, OPTIMIZER, SCHEDULE
-from ..section import Derivable, Derived, RotaryScaling, Section, key
+from ..section import Derivable, Derived, RotaryScaling, Section, key, same_as
 from .layout import ActivationCheckpointing
 
 
@@ -189,12 +189,7 @@ class ObjectiveSection(Section):
 class ParameterGroup(Section):
     lr_scale: float = key(1.0, "The scheduled learning rate is multiplied by this.", ge=0)
     weight_decay: Derivable[float] = key(
-        None,
-        "Weight decay of this role.",
-        derived=Derived(
-            "optimizer.weight_decay", lambda own, at: at["optimizer.weight_decay"], ("optimizer.weight_decay",)
-        ),
-        ge=0,
+        None, "Weight decay of this role.", derived=same_as("optimizer.weight_decay"), ge=0
     )
     betas: tuple[float, float] | None = key(
         None, "Averaging coefficients of this role. null: optimizer.betas.", strict=False

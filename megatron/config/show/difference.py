@@ -15,8 +15,6 @@ from ..source.resolved_file import read_resolved
 from ..source.yaml_source import read_file
 from ..tree import leaves, thaw
 
-_MARK = b"# Resolved for "
-
 
 @dataclass(frozen=True)
 class Described:
@@ -62,24 +60,17 @@ def described(path: str | os.PathLike, *, ranks: int | None = None) -> Described
     file = File(path)
     of_a_run = file.is_dir()  # which may be of anybody, and a file is the user's own
     file = file / "config.yml" if of_a_run else file
-    if not _is_resolved(file):
+    source = read_file(os.fspath(file))
+    if not source.resolved:
         resolved = load([file], ranks=ranks, check_inputs=False, whose=str(file) if of_a_run else None)
         return Described(resolved.config, {key: str(origin) for key, origin in resolved.origins.items()})
-    config, source, lines = read_resolved(file), read_file(os.fspath(file)), file.read_text("utf-8").splitlines()
+    config, lines = read_resolved(file), file.read_text("utf-8").splitlines()
     origins = {}
     for at, _ in leaves(thaw(config.model_dump())):
         line = source.origin(at).line
         comment = lines[line - 1].rpartition("  # ")[2] if line else ""
         origins[dotted(at)] = comment or "default"
     return Described(config, origins)
-
-
-def _is_resolved(file: File) -> bool:
-    try:
-        with open(file, "rb") as opened:
-            return opened.read(len(_MARK)) == _MARK
-    except OSError:
-        return False  # `load` says what is wrong with it
 
 
 def differences(a: Described, b: Described) -> list[KeyDifference]:

@@ -16,7 +16,7 @@ from .structure import nearest
 from .yaml_source import read_file, read_override
 
 if TYPE_CHECKING:
-    from ..neox import FlatDocument, FlatProblem
+    from ..neox import FlatDocument
 
 
 MOST_FILES = 40  # of a run, each counted as often as it is extended: files that extend files can double at each level
@@ -124,7 +124,7 @@ def translate_flat(sources: list[ConfigSource]) -> tuple[list[ConfigSource], tup
             places[parse_path(key)] = Origin("file", file=origin.path, line=origin.line, text=origin.key)
     read = [problem for source in flat for problem in source.problems]
     native = ConfigSource(translation.values, places, last.fallback, read, any(source.unread for source in flat))
-    native.problems += [_problem(each) for each in translation.problems]
+    native.problems += translation.problems
     result = [
         native if source is last else source
         for source in sources
@@ -168,7 +168,7 @@ def convert(files: Sequence[str]) -> str:
         raise ConfigError(problems)
     translation = neox.translate([_document(source) for source in sources])
     if translation.problems:
-        raise ConfigError([_problem(each) for each in translation.problems])
+        raise ConfigError(translation.problems)
     return neox.to_native_yaml(translation)
 
 
@@ -179,11 +179,6 @@ def _document(source: ConfigSource) -> FlatDocument:
     path = source.fallback.file or str(source.fallback)
     known = {name: line for name, line in lines.items() if line is not None}
     return FlatDocument(path, source.values, known, override=source.fallback.kind == "argument")
-
-
-def _problem(flat: FlatProblem) -> Problem:
-    place = f"{flat.path}:{flat.line}" if flat.line is not None else flat.path
-    return Problem(flat.key, flat.rule, flat.fix, ABSENT if flat.value is None else flat.value, place)
 
 
 def normalise(source: ConfigSource) -> ConfigSource:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..problems import Problem
+from ..problems import Problem, shown_value
 from ..schema import Path, dotted
 from ..tree import drop, get, leaves, put, thaw
 
@@ -59,21 +59,13 @@ class Overridden:
     lost_origin: Origin
 
     def __str__(self) -> str:
-        from ..problems import shown_value
-
         return (
             f"{self.key} = {shown_value(self.value)} ({self.origin}) over {shown_value(self.lost)} ({self.lost_origin})"
         )
 
     def to_json(self) -> dict[str, Any]:
         """The loss as a JSON object."""
-        return {
-            "key": self.key,
-            "value": self.value,
-            "origin": self.origin.to_json(),
-            "lost": self.lost,
-            "lost_origin": self.lost_origin.to_json(),
-        }
+        return {**vars(self), "origin": self.origin.to_json(), "lost_origin": self.lost_origin.to_json()}
 
 
 @dataclass

@@ -185,7 +185,10 @@ def nearest_key(path: Path) -> str:
     same = _by_name(current_schema()).get(name, [])
     same = [each for each in same if "*" not in each] or same  # rather a key than an entry of some list
     beside = difflib.get_close_matches(name.lower(), siblings(path), n=1, cutoff=0.8 if same else 0.6)
-    ways = [dotted((*path[:-1], each)) for each in beside] + same[:3] or _spellings(name)[:1]
+    ways = [dotted((*path[:-1], each)) for each in beside] + same[:3]
+    if not ways:  # a key anywhere whose last part, or whose last two parts joined by '_', looks like it
+        known = _by_name(current_schema())
+        ways = [known[each][0] for each in difflib.get_close_matches(name, known, n=1, cutoff=0.75)]
     return f"did you mean {' or '.join(dict.fromkeys(ways))}?" if ways else ""
 
 
@@ -197,12 +200,6 @@ def _by_name(schema: type[Config]) -> dict[str, list[str]]:
         for way in dict.fromkeys(("_".join(key.path[-2:]), key.path[-1])):
             found.setdefault(way, []).append(key.name)
     return found
-
-
-def _spellings(name: str) -> list[str]:
-    """Keys anywhere whose last part, or whose last two parts joined by '_', look like `name`."""
-    ways = {way: names[0] for way, names in _by_name(current_schema()).items()}
-    return [ways[each] for each in difflib.get_close_matches(name, ways, n=2, cutoff=0.75)]
 
 
 def type_fix(annotation: Any, limits: dict[str, Any], value: Any, path: Path) -> str:

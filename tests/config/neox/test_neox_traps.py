@@ -126,7 +126,7 @@ def test_activations(activation, fusion, native, gated):
 )
 def test_what_is_not_available_is_refused_with_a_fix(changes, key):
     problem = problem_of(flat(**changes), key)
-    assert problem.path == "small.yml" and problem.line and problem.value == changes[key]
+    assert problem.where.startswith("small.yml:") and problem.value == changes[key]
     assert len(problem.fix) > 5
 
 
@@ -308,7 +308,7 @@ def test_conflicts_are_found_whatever_the_spelling():
         other = FlatDocument("other.yml", {spelling: 6}, {spelling: 3})
         translation = translate([FlatDocument("small.yml", BASE, {"num_layers": 1}), other])
         problem = problem_of(translation, spelling)
-        assert (problem.path, problem.line, problem.value) == ("other.yml", 3, 6)
+        assert (problem.where, problem.value) == ("other.yml:3", 6)
         assert "small.yml:1" in problem.rule
         assert at(translation, "model.layers").endswith("x4")
 
@@ -320,7 +320,7 @@ def test_equal_values_do_not_conflict():
 
 def test_both_spellings_in_one_file():
     document = FlatDocument("small.yml", BASE | {"num-layers": 5}, {"num-layers": 9})
-    assert problem_of(translate([document]), "num-layers").line == 9
+    assert problem_of(translate([document]), "num-layers").where == "small.yml:9"
 
 
 def test_true_is_not_one():

@@ -1,1 +1,0 @@
-"""Names of user packages: extensions, additions, import paths."""
