@@ -62,7 +62,7 @@ class Ledger:
             if self._closed:
                 raise ValueError(f"{self.path} is closed")
             self.flush()
-            self._append({"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **facts})
+            self._append(event, **facts)
 
     def batch(self, step: int, hash_of_batch: int) -> None:
         """Note the hash of a step's global batch. Steps come in order, and lines of up to 100 of them are written."""
@@ -79,8 +79,7 @@ class Ledger:
         with self._lock:
             if self._hashes:
                 hashes, self._hashes = self._hashes, []
-                now = datetime.now(UTC).isoformat(timespec="milliseconds")
-                self._append({"event": "batches", "time": now, "first_step": self._first, "hashes": hashes})
+                self._append("batches", first_step=self._first, hashes=hashes)
 
     def position(self) -> int:
         """Bytes written so far, held-back batches included. The weights of a checkpoint have seen the steps of all
@@ -99,8 +98,9 @@ class Ledger:
                     "back, and start the run again"
                 ) from None
 
-    def _append(self, entry: dict[str, Any]) -> None:
-        self._file.write(sign(encode(entry)))
+    def _append(self, event: str, **facts: Any) -> None:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._file.write(sign(encode({"event": event, "time": now, **facts})))
 
     def close(self) -> None:
         with self._lock:

@@ -12,8 +12,9 @@ from megatron.parallel.messages.curve import CostCurve, choose_curve
 from megatron.parallel.messages.traffic import Duration, Durations, MessageKind, Tally, bus_bandwidth
 
 from .communication import TIMES, RankAccount, milliseconds, regular_calls, table
-from .figures import write_figure
+from .figures import new_figure, write_figure
 
+FIELDS = ("phase", "group", "operation", "dtype")
 PHASES = ("forward", "recompute", "backward", "update", "exchange")  # in the order of a step
 
 
@@ -90,8 +91,7 @@ class StepTimes:
         return duration.messages * curve.seconds(duration.bytes / duration.messages)
 
     def rows(self) -> list[StepRow]:
-        fields = ("phase", "group", "operation", "dtype")
-        found = {key: StepRow(key, each, None, None) for key, each in self.durations.by(*fields).items()}
+        found = {key: StepRow(key, each, None, None) for key, each in self.durations.by(*FIELDS).items()}
         for key, row in found.items():
             own = [
                 (kind, each)
@@ -130,9 +130,8 @@ class StepTimes:
 
     def facts(self) -> dict[str, Any]:
         """For JSON. Seconds and bytes are sums over ranks."""
-        names = ("phase", "group", "operation", "dtype")
         calls = [
-            {**dict(zip(names, key)), **each._asdict(), "bus_bytes_per_second": rate, "curve_seconds": curve}
+            {**dict(zip(FIELDS, key)), **each._asdict(), "bus_bytes_per_second": rate, "curve_seconds": curve}
             for key, each, rate, curve in self.rows()
         ]
         return {"step": self.step, "ranks": self.ranks, "slowest": asdict(self.slowest), "calls": calls}
@@ -143,12 +142,8 @@ def save_account(
 ) -> None:
     """Draw a step as a PNG: bytes by phase, the predicted ones pale next to the counted. Also times, if any, as
     means of ranks."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels = 1 if times is None else 2
-    figure = Figure(figsize=(9 if panels == 1 else 14, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9 if panels == 1 else 14, 4.5, 120)
     figure.suptitle(title)
     drawn = figure.subplots(1, panels, squeeze=False)[0]
     colours = {kind: f"C{place}" for place, kind in enumerate(counted.by("group", "operation"))}
@@ -202,7 +197,6 @@ def _draw_bytes(axes: Any, counted: Tally, predicted: Tally | None, colours: Map
     axes.legend(fontsize=8, title="left: counted, right (pale): predicted" if predicted is not None else None)
 
 
-FIELDS = ("phase", "group", "operation", "dtype")
 HEADERS = ("messages", "ms", "exposed", "hidden")
 
 
@@ -251,7 +245,15 @@ class TimedSteps:
             for key, duration in every.by(*FIELDS).items():
                 found.setdefault(key, []).append(duration)
         ranks = len(accounts)
-        return cls(tuple(steps), ranks, {key: _middle(each, ranks, len(steps)) for key, each in sorted(found.items())})
+        shares = {
+            key: Shares(
+                sum(each.messages for each in durations) / ranks / len(steps),
+                median(each.seconds for each in durations) / ranks,
+                median(each.exposed for each in durations) / ranks,
+            )
+            for key, durations in sorted(found.items())
+        }
+        return cls(tuple(steps), ranks, shares)
 
     @property
     def total(self) -> Shares:
@@ -264,27 +266,15 @@ class TimedSteps:
         return {"steps": list(self.steps), "ranks": self.ranks, "calls": calls}
 
 
-def _middle(durations: list[Duration], ranks: int, steps: int) -> Shares:
-    return Shares(
-        sum(each.messages for each in durations) / ranks / steps,
-        median(each.seconds for each in durations) / ranks,
-        median(each.exposed for each in durations) / ranks,
-    )
-
-
 def side_by_side(before: TimedSteps, after: TimedSteps) -> str:
     """A table of both runs. Kinds of messages that one of them lacks have dashes there."""
-    both = (before, after)
-    lines = [
-        [*(name or "-" for name in key), *(cell for each in both for cell in _cells(each.shares.get(key)))]
-        for key in sorted({*before.shares, *after.shares})
-    ]
+    both, dashes = (before, after), ["-"] * len(HEADERS)
+    lines = []
+    for key in sorted({*before.shares, *after.shares}):
+        sides = [each.shares[key].cells() if key in each.shares else dashes for each in both]
+        lines.append([*(name or "-" for name in key), *sides[0], *sides[1]])
     lines.append(["all", "", "", "", *(cell for each in both for cell in each.total.cells())])
     headers = ["phase", "group", "operation", "type", *(f"{when}: {HEADERS[0]}" if at == 0 else name
                for when in ("before", "after") for at, name in enumerate(HEADERS))]  # fmt: skip
     counted = " and ".join(f"{len(each.steps)} steps of {each.ranks} ranks" for each in both)
     return f"before and after, median of {counted}:\n{table(headers, lines)}"
-
-
-def _cells(shares: Shares | None) -> list[str]:
-    return ["-"] * len(HEADERS) if shares is None else shares.cells()

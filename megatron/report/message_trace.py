@@ -45,26 +45,15 @@ def read_events(folder: str | Path) -> dict[int, dict[int, dict[str, Any]]]:
 
 
 def _is_sound(record: Mapping[str, Any]) -> bool:
+    """Whether a phase is (name, two times), and a message has six names, bytes, a start, two times and stalls."""
+    time = (int, type(None))
+    forms: dict[str, tuple[Any, ...]] = {"spans": (str, int, int), "messages": (*[str] * 6, int, int, time, time, list)}
     try:
-        _check(record)
+        numbers = [(record[name], int) for name in ("step", "rank")]
+        values = [pair for name, form in forms.items() for row in record[name] for pair in zip(row, form, strict=True)]
     except (KeyError, TypeError, ValueError):
         return False
-    return True
-
-
-def _check(record: Mapping[str, Any]) -> None:
-    if type(record["step"]) is not int or type(record["rank"]) is not int:
-        raise ValueError("step and rank must be integers")
-    for name, begin, end in record["spans"]:
-        if not isinstance(name, str) or type(begin) is not int or type(end) is not int:
-            raise ValueError("a phase must have a name and two times")
-    for phase, layer, group, members, operation, dtype, size, start, end, latest, stalls in record["messages"]:
-        if not all(isinstance(each, str) for each in (phase, layer, group, members, operation, dtype)):
-            raise ValueError("a message must have a phase, a layer, a group, members, an operation and a type")
-        if type(size) is not int or type(start) is not int or not isinstance(stalls, list):
-            raise ValueError("a message must have bytes, a start and stalls")
-        if not all(each is None or type(each) is int for each in (end, latest)):
-            raise ValueError("times must be integers")
+    return all(isinstance(value, form) and not isinstance(value, bool) for value, form in (*numbers, *values))
 
 
 def trace(steps: dict[int, dict[int, dict[str, Any]]]) -> dict[str, Any]:

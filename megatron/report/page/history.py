@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.problems import ABSENT, UserError, shown_value
+from megatron.config.schema import dotted
 from megatron.config.show.difference import Described, described, differences
+from megatron.config.tree import leaves, thaw
 
 from ..curve import branches
 from ..jsonl import Sound, flatten, is_number, read_lines, sound_metrics, sound_sample
@@ -64,7 +66,10 @@ class RunHistory:
                 training=[record for record in records if "loss" in record],
                 validation=_measured(records, "validation"),
                 tasks=_measured(records, "tasks"),
-                abandoned=list(_branches(_lines(folder / "metrics.superseded.jsonl", sound_metrics))),
+                abandoned=[
+                    Series([int(step) for step, _ in points], [loss for _, loss in points])
+                    for points in branches(_lines(folder / "metrics.superseded.jsonl", sound_metrics))
+                ],
                 events=[
                     each for each in _lines(folder / "ledger.jsonl", sound_event) if each.get("event") != "batches"
                 ],
@@ -157,14 +162,6 @@ def _measured(records: Sequence[Record], kind: str) -> dict[str, dict[str, Serie
     return found
 
 
-def _branches(records: list[Record]) -> Iterator[Series]:
-    for points in branches(records):
-        branch = Series()
-        for step, loss in points:
-            branch.add(int(step), loss)
-        yield branch
-
-
 MANY_EVENTS = 500
 LONG_VALUE = 300
 
@@ -192,17 +189,13 @@ def event_table(run: RunHistory) -> PageTable:
     if len(events) > MANY_EVENTS:
         title += f" (the first and last of {len(events):,} events)"
         events = [*events[: MANY_EVENTS // 2], *events[-MANY_EVENTS // 2 :]]
-    rows = [[_time(event), str(event.get("event", "")), str(event.get("step", "")), _facts(event)] for event in events]
+    rows = []
+    for event in events:
+        time = str(event.get("time", ""))[:19].replace("T", " ")
+        facts = {key: value for key, value in event.items() if key not in ("event", "time", "step")}
+        told = "; ".join(f"{key}: {_plain(value)}" for key, value in facts.items() if value is not None)
+        rows.append([time, str(event.get("event", "")), str(event.get("step", "")), told])
     return PageTable(title, ["time (UTC)", "event", "step", "what it says"], rows, folded=len(rows) > 20)
-
-
-def _time(event: Record) -> str:
-    return str(event.get("time", ""))[:19].replace("T", " ")
-
-
-def _facts(event: Record) -> str:
-    facts = {key: value for key, value in event.items() if key not in ("event", "time", "step")}
-    return "; ".join(f"{key}: {_plain(value)}" for key, value in facts.items() if value is not None)
 
 
 def _plain(value: Any) -> str:
@@ -212,6 +205,10 @@ def _plain(value: Any) -> str:
         text = ", ".join(_plain(each) for each in value) or "none"
     else:
         text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return _short(text)
+
+
+def _short(text: str) -> str:
     return text if len(text) <= LONG_VALUE else text[:LONG_VALUE] + " ..."
 
 
@@ -246,7 +243,7 @@ def configuration_tables(runs: list[RunHistory]) -> Iterator[PageTable]:
         yield PageTable(f"{names[1]} differs from {names[0]} in", ["key", *names, *origins], rows)
     for run in known:
         assert run.described is not None
-        values = _values(run)
+        values = {dotted(path): value for path, value in leaves(thaw(run.described.config.model_dump()))}
         rows = [[key, _value(values[key]), origin] for key, origin in run.described.origins.items() if key in values]
         given = [row for row in rows if row[2] != "default"]
         yield PageTable(
@@ -255,14 +252,5 @@ def configuration_tables(runs: list[RunHistory]) -> Iterator[PageTable]:
         yield PageTable(f"{run.name}: all {len(rows)} values", ["key", "value", "from"], rows, folded=True)
 
 
-def _values(run: RunHistory) -> dict[str, Any]:
-    from megatron.config.schema import dotted
-    from megatron.config.tree import leaves, thaw
-
-    assert run.described is not None
-    return {dotted(path): value for path, value in leaves(thaw(run.described.config.model_dump()))}
-
-
 def _value(value: Any) -> str:
-    text = "(not there)" if value is ABSENT else shown_value(value)
-    return text if len(text) <= LONG_VALUE else text[:LONG_VALUE] + " ..."
+    return _short("(not there)" if value is ABSENT else shown_value(value))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..console import duration, short_number
 from ..curve import evenly, loads_over_even_share
 from ..ledger import PARTS, goodput
 from .charts import ChartLine, Charts, heat_map, shares
-from .history import PageTable, Record, RunHistory, Series, configuration_tables, event_table, sample_tables
+from .history import PageTable, RunHistory, Series, configuration_tables, event_table, sample_tables
 
 NOISE = "noise_scale"
 RECENT = 100  # estimates of the moving mean
@@ -57,26 +57,21 @@ class PageSection:
 
 def sections(runs: list[RunHistory], charts: Charts) -> list[PageSection]:
     """All sections that have something to show, in the order of the page."""
-    makers: tuple[Callable[[list[RunHistory], Charts], PageSection], ...] = (
-        _overview,
-        _loss,
-        _validation,
-        _tasks,
-        _recipe,
-        _norms,
-        _noise,
-        _speed,
-        _memory,
-        _communication,
-        _data,
-        _experts,
-        _other,
-        _samples,
-        _goodput,
-        _events,
-        _configuration,
-    )
-    made = [maker(runs, charts) for maker in makers]
+    rate = charts.lines("Learning rate", "learning rate", _curves(runs, "lr"))
+    norm = charts.lines("Gradient norm before clipping", "norm", _curves(runs, "grad_norm", raw=True), log=True)
+    makers = (_norms, _noise, _speed, _memory, _communication, _data, _experts, _other)
+    made = [
+        _overview(runs),
+        _loss(runs, charts),
+        _validation(runs, charts),
+        _tasks(runs, charts),
+        PageSection("recipe", "Learning rate and gradient norm", [rate, norm]),
+        *(maker(runs, charts) for maker in makers),
+        PageSection("samples", "Generated samples", tables=sample_tables(runs)),
+        _goodput(runs),
+        PageSection("events", "What happened", tables=[event_table(run) for run in runs]),
+        PageSection("configuration", "Configuration", tables=list(configuration_tables(runs))),
+    ]
     cleaned = [
         replace(each, charts=[chart for chart in each.charts if chart], tables=[one for one in each.tables if one.rows])
         for each in made
@@ -93,7 +88,7 @@ def _curves(runs: list[RunHistory], key: str, *, raw: bool = False, scale: float
     return found
 
 
-def _overview(runs: list[RunHistory], charts: Charts) -> PageSection:
+def _overview(runs: list[RunHistory]) -> PageSection:
     head = ["run", "steps", "tokens", "training loss", "validation loss", "median tokens/s", "state"]
     rows = []
     for run in runs:
@@ -168,17 +163,6 @@ def _tasks(runs: list[RunHistory], charts: Charts) -> PageSection:
         if not metric.endswith("_stderr")
     ]
     return PageSection("tasks", "Benchmarks", drawn)
-
-
-def _recipe(runs: list[RunHistory], charts: Charts) -> PageSection:
-    return PageSection(
-        "recipe",
-        "Learning rate and gradient norm",
-        [
-            charts.lines("Learning rate", "learning rate", _curves(runs, "lr")),
-            charts.lines("Gradient norm before clipping", "norm", _curves(runs, "grad_norm", raw=True), log=True),
-        ],
-    )
 
 
 def _norms(runs: list[RunHistory], charts: Charts) -> PageSection:
@@ -282,7 +266,8 @@ def _experts(runs: list[RunHistory], charts: Charts) -> PageSection:
             continue
         layers = list(records[-1]["moe"])
         chosen = evenly(records, HEAT_MAP_COLUMNS)
-        over = [[_most(record, layer) for record in chosen] for layer in layers]
+        found = [[record["moe"].get(layer, {}).get("max_over_mean") for record in chosen] for layer in layers]
+        over = [[float("nan") if value is None else value for value in row] for row in found]
         span = (chosen[0]["step"], chosen[-1]["step"])
         title = f"{run.name}: greatest load of an expert over an even share"
         drawn.append(heat_map(title, over, x="step", y="layer", rows=layers, span=span))
@@ -290,11 +275,6 @@ def _experts(runs: list[RunHistory], charts: Charts) -> PageSection:
         title = f"{run.name}: load of each expert over an even share at step {records[-1]['step']}"
         drawn.append(heat_map(title, loads, x="expert", y="layer", rows=layers, span=(0, len(loads[0]) - 1)))
     return PageSection("experts", "Experts", drawn)
-
-
-def _most(record: Record, layer: str) -> float:
-    found = record["moe"].get(layer, {}).get("max_over_mean")
-    return float("nan") if found is None else found
 
 
 def _other(runs: list[RunHistory], charts: Charts) -> PageSection:
@@ -312,11 +292,7 @@ def _other(runs: list[RunHistory], charts: Charts) -> PageSection:
     return PageSection("other", "Other metrics", drawn, note=note)
 
 
-def _samples(runs: list[RunHistory], charts: Charts) -> PageSection:
-    return PageSection("samples", "Generated samples", tables=sample_tables(runs))
-
-
-def _goodput(runs: list[RunHistory], charts: Charts) -> PageSection:
+def _goodput(runs: list[RunHistory]) -> PageSection:
     accounts = [(run.name, goodput(run.events)) for run in runs]
     head = ["part", "what it is", *[name for name, each in accounts if each.wall]]
     rows = []
@@ -328,14 +304,6 @@ def _goodput(runs: list[RunHistory], charts: Charts) -> PageSection:
     rows.append(["all", "", *[f"{duration(each.wall)} in {each.starts}" for _, each in accounts if each.wall]])
     rows[-1][1] = "since the first launch, without the time before starts by a user, and the number of starts"
     return PageSection("goodput", "Wall time", tables=[PageTable("", head, rows)])
-
-
-def _events(runs: list[RunHistory], charts: Charts) -> PageSection:
-    return PageSection("events", "What happened", tables=[event_table(run) for run in runs])
-
-
-def _configuration(runs: list[RunHistory], charts: Charts) -> PageSection:
-    return PageSection("configuration", "Configuration", tables=list(configuration_tables(runs)))
 
 
 WINDOWS = 100
