@@ -30,7 +30,7 @@ from megatron.command.given_options import refuse_unread  # noqa: E402
 from megatron.config import ConfigError  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
-from megatron.suite import Suite, read_suite  # noqa: E402
+from megatron.suite.members import Suite, read_suite  # noqa: E402
 from megatron.suite.stages import Chain, read_chain  # noqa: E402
 
 READ = {  # options of each verb
@@ -132,9 +132,8 @@ def manifest(suite: Suite, options: argparse.Namespace) -> int:
 
 
 def fit(suite: Suite | Path, options: argparse.Namespace) -> int:
-    from megatron.suite.scaling import read_points, study, write_points
-    from megatron.suite.scaling.points import points_of
-    from megatron.suite.scaling.study import save_study, study_lines
+    from megatron.suite.scaling.points import points_of, read_points, write_points
+    from megatron.suite.scaling.study import save_study, study, study_lines
 
     if isinstance(suite, Path):
         points, folder, name = read_points(suite), suite.parent, suite.stem

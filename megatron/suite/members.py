@@ -95,11 +95,8 @@ class Suite:
                     if problem.fatal:
                         problems.setdefault(str(problem), problem)
             except UserError as error:
-                rule, fix = (
-                    f"must begin at a constant learning rate: {error}",
-                    "choose other steps, or another schedule",
-                )
-                problem = Problem("forks", rule, fix, where=str(self.path))
+                rule = f"must begin at a constant learning rate: {error}"
+                problem = Problem("forks", rule, "choose other steps, or another schedule", where=str(self.path))
                 problems.setdefault(str(problem), problem)
         problems |= {str(each): each for each in self._shared_stores(found)}
         if problems:
@@ -151,26 +148,39 @@ def read_suite(path: Path) -> Suite:
     return suite
 
 
-class _Reader:
-    """Converts the values of a file to a suite, and collects their errors."""
+class SuiteFile:
+    """Values of a file of runs or stages, and their errors with places."""
 
     def __init__(self, path: Path, values: dict[str, Any], origins: Mapping[Any, Origin], problems: list[Problem]):
         self.path, self.values, self.origins, self.problems = path, values, origins, problems
-        for key in values.keys() - _KEYS:
-            self.problem((key,), "must be one of " + ", ".join(sorted(_KEYS)), "correct or remove the key")
 
     def problem(self, at: tuple[str | int, ...], rule: str, fix: str) -> None:
         origin = next((self.origins[at[:end]] for end in range(len(at), 0, -1) if at[:end] in self.origins), None)
         self.problems.append(Problem(dotted(at), rule, fix, where=str(origin or self.path)))
 
-    def suite(self) -> Suite | None:
-        name = self._name(("name",), self.values.get("name", self.path.stem))
-        ranks = self.values.get("ranks")
+    def place(self, name: str) -> tuple[str, int | None]:
+        """The folder of the runs, and the ranks of each."""
+        ranks, folder = self.values.get("ranks"), self.values.get("dir", f"runs/{name}")
         if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
             self.problem(("ranks",), "must be a number of processes, at least 1", "give one, or remove it")
-        folder = self.values.get("dir", f"runs/{name}")
         if not isinstance(folder, str) or not folder:
             self.problem(("dir",), "must be the path of a folder", "give a path, or remove it")
+        return str(folder), ranks
+
+    def find(self, word: str) -> str | None:
+        """A file next to this one, or a file of the command line's search."""
+        beside = self.path.parent / word
+        return str(beside) if beside.is_file() else configuration_file(word)
+
+
+class _Reader(SuiteFile):
+    """Converts the values of a file to a suite."""
+
+    def suite(self) -> Suite | None:
+        for key in self.values.keys() - _KEYS:
+            self.problem((key,), "must be one of " + ", ".join(sorted(_KEYS)), "correct or remove the key")
+        name = self._name(("name",), self.values.get("name", self.path.stem))
+        folder, ranks = self.place(name)
         base = self._change(("files",), ("set",), self.values)
         axes = self._axes()
         forks = read_forks(self.values["forks"], self._keys, self.problem) if "forks" in self.values else []
@@ -240,9 +250,7 @@ class _Reader:
         return _Change(tuple(paths), self._keys(set_at, keys))
 
     def _file(self, at: tuple[str, ...], word: str) -> str:
-        """A file next to the suite's, or a file of the command line's search."""
-        beside = self.path.parent / word
-        found = str(beside) if beside.is_file() else configuration_file(word)
+        found = self.find(word)
         if found is None:
             self.problem(at, f"must be files that exist, and {word!r} does not", "correct the path or the name")
         elif Path(found).is_file() and self.path.samefile(found):

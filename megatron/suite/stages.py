@@ -26,13 +26,13 @@ from megatron.config import Config
 from megatron.config.file_access import read_json, replace_file
 from megatron.config.problems import ConfigError, Problem, UserError
 from megatron.config.resolution import load
-from megatron.config.schema import dotted
 from megatron.config.source.layers import Origin
 from megatron.config.source.yaml_source import parse
 from megatron.data.hashing import file_hash
-from megatron.installation import configuration_file, root
+from megatron.installation import root
 from megatron.worker.writer_lock import take
 
+from .members import SuiteFile
 from .members import values_of as flat
 
 MANIFEST, CHAIN = "stage.json", "chain.json"
@@ -42,7 +42,6 @@ KEYS = {"name", "dir", "ranks", "set", "stages"}
 STAGE_KEYS = {"run", "files", "set", "from", "after", "verb"}
 OWN_KEYS = ("run.dir", "run.name")
 VERBS = ("train", "align")
-Tell = Callable[[tuple[str | int, ...], str, str], None]
 
 
 @dataclass(frozen=True)
@@ -255,34 +254,25 @@ def read_chain(path: Path) -> Chain | None:
         return None  # `read_suite` says why
     if not isinstance(values, dict) or "stages" not in values:
         return None
-    problems = list(wrong)
-
-    def tell(at: tuple[str | int, ...], rule: str, fix: str) -> None:
-        origin = next((origins[at[:end]] for end in range(len(at), 0, -1) if at[:end] in origins), path)
-        problems.append(Problem(dotted(at), rule, fix, where=str(origin)))
-
-    chain = _chain(path, values, tell)
-    if problems:
-        raise ConfigError(problems)
+    file = SuiteFile(path, values, origins, list(wrong))
+    chain = _chain(file)
+    if file.problems:
+        raise ConfigError(file.problems)
     return chain
 
 
-def _chain(path: Path, values: Mapping[str, Any], tell: Tell) -> Chain:
+def _chain(file: SuiteFile) -> Chain:
+    path, values, tell = file.path, file.values, file.problem
     for key in values.keys() - KEYS:
         tell((key,), "must be one of " + ", ".join(sorted(KEYS)) + " in a file with stages", "correct or remove it")
     name = str(values.get("name", path.stem))
     if not isinstance(values.get("name", name), str):
         tell(("name",), "must be a text", "correct or remove it")
-    folder, ranks, common = values.get("dir", f"runs/{name}"), values.get("ranks"), values.get("set", {})
-    if not isinstance(folder, str) or not folder:
-        tell(("dir",), "must be the path of a folder", "give a path, or remove it")
-    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
-        tell(("ranks",), "must be a number of processes, at least 1", "give one, or remove it")
-    given = values["stages"]
+    (folder, ranks), common, given = file.place(name), values.get("set", {}), values["stages"]
     if not isinstance(given, dict) or not given or not isinstance(common, dict):
         tell(("stages",), "must be a mapping of names, each with `run` or `files`", "stages: {base: {files: [a.yml]}}")
-        return Chain(path, name, Path(str(folder)), None, ())
-    places, stages = {"dir": str(folder)}, list[Stage]()
+        return Chain(path, name, Path(folder), None, ())
+    places, stages = {"dir": folder}, list[Stage]()
     for key, each in given.items():
         at = ("stages", str(key))
         if not str(key).replace("_", "").isalnum() or key in ("dir", "here"):
@@ -291,10 +281,10 @@ def _chain(path: Path, values: Mapping[str, Any], tell: Tell) -> Chain:
             keys = ", ".join(sorted(STAGE_KEYS))
             tell(at, f"must have either run or files, and only {keys}", "run: data tokenize ..., or files: [a.yml]")
         else:
-            own = Path(str(folder)) / str(key)
-            stages.append(_stage(str(key), own, each, common, places, path.parent, partial(tell, at)))
+            own = Path(folder) / str(key)
+            stages.append(_stage(str(key), own, each, common, places, file.find, partial(tell, at)))
             places[str(key)] = str(own)
-    return Chain(path, name, Path(str(folder)), ranks, tuple(stages))
+    return Chain(path, name, Path(folder), ranks, tuple(stages))
 
 
 def _stage(
@@ -303,7 +293,7 @@ def _stage(
     given: Mapping[str, Any],
     common: dict[str, Any],
     places: Mapping[str, str],
-    source: Path,
+    find: Callable[[str], str | None],
     tell: Callable[[str, str], None],
 ) -> Stage:
     filler = _Filler(places, folder, tell)
@@ -315,7 +305,7 @@ def _stage(
     if "run" in given:
         words = _command(given, filler, tell)
     else:
-        files = tuple(_files(given["files"], source, tell))
+        files = tuple(_files(given["files"], find, tell))
         verb = given.get("verb", "train")
         if verb not in VERBS:
             tell(f"verb must be {' or '.join(VERBS)}", "correct it")
@@ -372,13 +362,13 @@ def _command(given: Mapping[str, Any], filler: _Filler, tell: Callable[[str, str
     return tuple(map(filler.text, words))
 
 
-def _files(given: Any, source: Path, tell: Callable[[str, str], None]) -> Iterator[str]:
+def _files(given: Any, find: Callable[[str], str | None], tell: Callable[[str, str], None]) -> Iterator[str]:
     listed = [given] if isinstance(given, str) else given
     if not isinstance(listed, list) or not listed or not all(isinstance(each, str) and each for each in listed):
         tell("files must be a configuration file, or a list of them", "files: [a.yml]")
         return
     for each in listed:
-        path = _file(each, source)
+        path = find(each)
         if path is None:
             tell(f"must name configuration files that exist, and {each!r} does not", "correct the path")
         yield path or each
@@ -395,7 +385,3 @@ def _keys(given: Mapping[str, Any], common: dict[str, Any], tell: Callable[[str,
         if key in keys:
             tell(f"must not set {key}, which is the chain's", "remove it")
     return keys
-
-
-def _file(word: str, source: Path) -> str | None:
-    return str(source / word) if (source / word).is_file() else configuration_file(word)

@@ -135,17 +135,14 @@ def results(suite: Suite, states: Mapping[str, State]) -> list[dict[str, Any]]:
     found = []
     for key, names in groups.items():
         numbers: dict[str, list[float]] = {}
-        for name in names:
-            for label, value in _numbers(states[name]).items():
+        for state in (states[name] for name in names):
+            own = {} if state.loss is None else {"training loss": state.loss}
+            own |= {f"{name} loss": value for name, value in state.validation.items()} | dict(state.tasks)
+            for label, value in own.items():
                 numbers.setdefault(label, []).append(value)
         spread = {label: _spread(values) for label, values in numbers.items()}
         found.append({"values": dict(key), "runs": names, "results": spread})
     return found
-
-
-def _numbers(state: State) -> dict[str, float]:
-    own = {} if state.loss is None else {"training loss": state.loss}
-    return own | {f"{name} loss": value for name, value in state.validation.items()} | dict(state.tasks)
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:

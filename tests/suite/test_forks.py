@@ -15,8 +15,9 @@ from megatron.config.show import difference
 from megatron.config.show.difference import described
 from megatron.config.source.files import split_arguments
 from megatron.report.jsonl import read_lines
-from megatron.suite import Member, Suite, queue, read_suite
+from megatron.suite import queue
 from megatron.suite.forks import make
+from megatron.suite.members import Member, Suite, read_suite
 from megatron.suite.scaling.points import points_of
 from megatron.testing.runs import run_on_this_rank
 from tests.workers import run as on_ranks

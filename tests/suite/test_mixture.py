@@ -13,7 +13,7 @@ import yaml
 from megatron.data.errors import DataError
 from megatron.data.plan_builder import build_plan
 from megatron.data.skipped_batches import LeftOut
-from megatron.suite import read_suite
+from megatron.suite.members import read_suite
 from megatron.suite.mixture import STEP, Regression, over_time, proposals, rank_correlation, shares
 from tests.data.make import configuration, write_sizes
 from tools.data.mixture import main, options, show

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from megatron.config.problems import UserError
-from megatron.suite import read_suite
-from megatron.suite.scaling import Law, Points, fit_isoflop, fit_law, read_points, study, write_points
-from megatron.suite.scaling.law import _Problem
-from megatron.suite.scaling.points import points_of
+from megatron.suite.members import read_suite
+from megatron.suite.scaling.law import Law, _Problem, fit_isoflop, fit_law
+from megatron.suite.scaling.points import Points, points_of, read_points, write_points
+from megatron.suite.scaling.study import study
 from tests.paths import ROOT
 from tools.suite import main
 

@@ -14,8 +14,7 @@ import pytest
 
 from megatron.config import ConfigError, load
 from megatron.model.costs.describe import totals
-from megatron.suite import read_suite
-from megatron.suite.members import State, agreement, data_group, state_of
+from megatron.suite.members import State, agreement, data_group, read_suite, state_of
 from tests.paths import ROOT
 from tools.suite import main
 
