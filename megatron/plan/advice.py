@@ -17,7 +17,7 @@ from megatron.config.source.layers import DEFAULT
 from megatron.model.costs.describe import totals
 
 from .candidate import Candidate, apply
-from .devices import Cluster, Device, describe_cluster, known_devices
+from .devices import Device, describe_cluster, known_devices
 from .memory import TIGHT
 from .search import LONG, NOT_TRIED, STRUCTURE, Answers, Plan, Question
 
@@ -176,7 +176,9 @@ def why_nothing_fits(question: Question, answers: Answers, devices: dict[str, De
         rule += (
             f": training.global_batch_size {batch} must be a multiple of micro_batch_size times a data parallel size"
         )
-        legal = [each for each in _near(at.devices, at.per_host) if any(question.on(at.sized(each)).structures())]
+        hosts = at.devices // at.per_host
+        others = (each * at.per_host for each in range(max(1, hosts - 1), hosts + 3))
+        legal = [n for n in others if n != at.devices and any(question.on(at.sized(n)).structures())]
         fix = f"use {' or '.join(map(str, legal))} devices" if legal else "use another training.global_batch_size"
         more = -(-batch // at.devices) * at.devices
         return Problem("--gpus", rule, f"{fix}, or training.global_batch_size={more}", at.devices)
@@ -188,17 +190,12 @@ def why_nothing_fits(question: Question, answers: Answers, devices: dict[str, De
     return Problem("--gpus", rule, ", or ".join(changes(question, closest, devices)), at.devices)
 
 
-def _near(devices: int, per_host: int) -> list[int]:
-    """Numbers of devices near `devices` that fill hosts, in increasing order."""
-    hosts = devices // per_host
-    return [each * per_host for each in range(max(1, hosts - 1), hosts + 3) if each * per_host != devices]
-
-
 def changes(question: Question, closest: Plan, devices: dict[str, Device]) -> list[str]:
     """The smallest change of each kind with which a layout fits."""
     at, found = question.at, []
     for factor in (2, 4, 8, 16, 32):
-        wider = _grown(question.at, factor)
+        grown = at.devices * factor
+        wider = replace(at, devices=grown, per_host=min(at.device.per_host, grown))
         if question.base.training.global_batch_size < wider.devices // (wider.per_host * 8):
             break
         if question.on(wider).answers().plans:
@@ -216,11 +213,6 @@ def changes(question: Question, closest: Plan, devices: dict[str, Device]) -> li
     if closest.memory.total - passing / 2 <= at.device.bytes:
         found.append(f"use training.sequence_length={length // 2}")
     return found or ["use a smaller model, or devices with more memory"]
-
-
-def _grown(at: Cluster, factor: int) -> Cluster:
-    devices = at.devices * factor
-    return replace(at, devices=devices, per_host=min(at.device.per_host, devices))
 
 
 SHOWN = 8
@@ -293,6 +285,8 @@ def text(
     shown_plans = answers.distinct[:shown]
     unsaid = " (not in the files: without it a run takes fp32)" if "precision" in question.missing else ""
     hosts = f"{at.hosts} hosts of {at.per_host}" if at.hosts > 1 else "one host"
+    parts = sorted(best.step.parts.items(), key=lambda each: -each[1])
+    shares = [(name, value / best.step.seconds) for name, value in parts]
     lines = [
         f"{at.devices} x {at.device.name} on {hosts}, {question.base.precision.compute}{unsaid}, "
         f"{question.tokens / 1e9:,.1f} billion tokens in {training.steps:,} steps of {question.batches} samples",
@@ -307,7 +301,7 @@ def text(
         "",
         "The first, as lines of YAML:",
         *("    " + line for line in question.lines(best.choice).splitlines()),
-        "Its step: " + ", ".join(f"{name} {value / best.step.seconds:.0%}" for name, value in _shares(best)),
+        "Its step: " + ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005),
         "Its memory: "
         + ", ".join(f"{name} {gib(value)}" for name, value in best.memory.parts.items() if value >= 2**26),
     ]
@@ -318,17 +312,15 @@ def text(
     lines += [f"Layout {words}." for words in warned(answers, shown_plans)]
     lines += _disk(answers, disk)
     if at.device.name != "cpu":
+        names = (name for name, known in known_devices()[0].items() if known == at.device)
+        name = next(names, "NAME --machine FILE")
         lines.append(
-            f"`deepy train --rehearse --ranks {at.devices} --device {_name(at.device)}` with these lines counts the "
+            f"`deepy train --rehearse --ranks {at.devices} --device {name}` with these lines counts the "
             "memory of each kind of rank, and gives both numbers."
         )
     if named:
         lines += ["", "Why not the named layout:", *("    " + line for line in why_not(question, answers, named))]
     return "\n".join(lines)
-
-
-def _name(device: Device) -> str:
-    return next((name for name, known in known_devices()[0].items() if known == device), "NAME --machine FILE")
 
 
 def _schedules(question: Question, plan: Plan) -> list[str]:
@@ -383,11 +375,6 @@ def _row(answers: Answers, plan: Plan, number: int, price: float | None) -> list
         f"{cost.energy:,.1f}",
         "" if cost.price is None else f"{cost.price:,.0f}",
     ]
-
-
-def _shares(plan: Plan) -> list[tuple[str, float]]:
-    found = sorted(plan.step.parts.items(), key=lambda each: -each[1])
-    return [(name, value) for name, value in found if value >= 0.005 * plan.step.seconds]
 
 
 def _disk(answers: Answers, disk: float | None) -> list[str]:

@@ -12,6 +12,7 @@ from megatron.config.arithmetic.pipelines import SCHEDULES, V_SHAPED
 from megatron.config.problems import ConfigError, Problem
 from megatron.parallel.layout.layout import Layout
 
+PARALLEL = "tensor pipeline context expert sequence folded stages_per_rank depth schedule columns".split()
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -65,12 +66,10 @@ class Candidate:
 
     def values(self) -> dict[str, Any]:
         """As nested values of a configuration."""
-        axes = ["tensor", "pipeline", "context", "expert", "sequence", "folded", "stages_per_rank", "depth", "schedule"]
-        axes += ["columns"]
         checkpointing = {"mode": self.recompute, "every": 1 if self.recompute == "full" else None}
         training = {"micro_batch_size": self.micro_batch, "accumulation": None}
         return {
-            "parallel": {name: getattr(self, name) for name in axes},
+            "parallel": {name: getattr(self, name) for name in PARALLEL},
             "zero": {"stage": self.zero, "overlap": self.overlaps},
             "training": {**training, "activation_checkpointing": checkpointing},
         }

@@ -21,7 +21,7 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.arithmetic.batches import batches_of
 
-from .candidate import Candidate
+from .candidate import PARALLEL, Candidate
 from .devices import Cluster, Device, known_devices
 from .memory import TIGHT, Memory, memory
 from .shapes import Shapes
@@ -118,7 +118,7 @@ def predict(config: Config, ranks: int, device: str, per_host: int, capacity: fl
         per_host: ranks of a host.
         capacity: bytes of a device, 0 for the table's.
     """
-    found = _device(device)
+    found = next((each for each in known_devices()[0].values() if each.name == device), None)
     at = None if found is None or ranks % per_host else planned_on(config, ranks, found, per_host)
     if found is None or at is None:
         return None
@@ -157,24 +157,11 @@ def choice_of(config: Config) -> Candidate:
     """The layout of a configuration as a candidate."""
     parallel = config.parallel
     return Candidate(
-        parallel.tensor,
-        parallel.pipeline,
-        parallel.context,
-        parallel.expert,
-        config.zero.stage,
-        config.training.micro_batch_size or 1,
-        config.training.activation_checkpointing.mode,
-        parallel.sequence,
-        parallel.folded,
-        parallel.stages_per_rank,
-        parallel.depth,
-        parallel.schedule,
-        parallel.columns,
+        zero=config.zero.stage,
+        micro_batch=config.training.micro_batch_size or 1,
+        recompute=config.training.activation_checkpointing.mode,
+        **{name: getattr(parallel, name) for name in PARALLEL},
     )
-
-
-def _device(name: str) -> Device | None:
-    return next((each for each in known_devices()[0].values() if each.name == name), None)
 
 
 def correction(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[Need, int]:

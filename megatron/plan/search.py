@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from math import gcd, inf
+from math import gcd, inf, prod
 from typing import Any
 
 import yaml
@@ -101,19 +101,14 @@ class Question:
         """The same for sources that were read before."""
         missing: dict[str, Any] = {}
         clean = ConfigSource({**_values(Candidate()), "launch": {"ranks": None, "hostfile": None}})
-        if at.device.name != "cpu" and not any(_says(each, "precision") for each in sources):
+        if at.device.name != "cpu" and all(each.values.get("precision") is None for each in sources):
             missing["precision"] = "bf16"
             clean.values["precision"] = {"compute": "bf16"}
         given = [get(each.values, ("training", "global_batch_size"), None) for each in sources]
         if not any(given):
-            accumulation = next(
-                (number for each in reversed(sources) if (number := get(each.values, ("training", "accumulation"), 0))),
-                1,
-            )
-            micro = next(
-                (n for each in reversed(sources) if (n := get(each.values, ("training", "micro_batch_size"), 0))), 1
-            )
-            missing["global_batch_size"] = accumulation * micro * at.devices
+            keys = [("training", name) for name in ("accumulation", "micro_batch_size")]
+            given = [next(filter(None, (get(each.values, key, 0) for each in reversed(sources))), 1) for key in keys]
+            missing["global_batch_size"] = prod(given) * at.devices
             clean.values["training"]["global_batch_size"] = missing["global_batch_size"]
         sources = [*sources, clean]
         resolved = combine(sources, ranks=1, check_inputs=False, name=name, here=False)
@@ -458,7 +453,3 @@ def _values(choice: Candidate) -> dict[str, Any]:
     values["parallel"] |= {"pipeline_split": "parameters", "expert_tensor": None, "context_method": "auto"}
     values["parallel"] |= {"context_ulysses": None, "context_cut": "auto"}
     return values
-
-
-def _says(source: ConfigSource, key: str) -> bool:
-    return get(source.values, (key,), None) is not None

@@ -6,6 +6,7 @@ from math import lcm
 from typing import Any, NamedTuple
 
 from megatron.config import Config
+from megatron.config.arithmetic.machine import widths
 from megatron.config.pattern import Kind
 from megatron.config.sequences import choose_method
 from megatron.config.variants import options_of
@@ -41,7 +42,7 @@ def exchanges(config: Config, kind: Kind, choice: Candidate, state: float = 0.0)
     options: Any = options_of(config.model, kind)
     heads = options.heads // choice.tensor
     keys = max(1, (getattr(options, "kv_heads", None) or options.heads) // choice.tensor)
-    of_key, of_value = widths(options)
+    of_key, of_value = (channels or 0 for channels in widths(options))
     parallel, tokens = config.parallel, choice.micro_batch * config.training.sequence_length / n
     method = choose_method(parallel.context_method, heads, n, parallel.context_ulysses)
     size = float(SIZES[config.precision.compute])
@@ -93,14 +94,6 @@ def rows_around(config: Config, choice: Candidate, rows: int, repeated: bool) ->
         SequenceMessages("send", choice.folded, back * rows * size, back, True, True),
         SequenceMessages("send", choice.folded, sent * fp32, hops, True, True),
     ]
-
-
-def widths(options: Any) -> tuple[int, int]:
-    """Channels of a head's key and of its value."""
-    head = getattr(options, "head_dim", None)
-    if head is not None:
-        return head, head
-    return options.nope_dim + options.rope_dim, options.value_dim
 
 
 def _states(how: str, choice: Candidate, size: float) -> list[SequenceMessages]:

@@ -119,8 +119,8 @@ class Shapes:
         self._layers: dict[tuple, RankLayer] = {}
         self._held: dict[tuple, list[list[int]]] = {}
         self._sends: dict[tuple, tuple[tuple[Call, int, int], ...]] = {}
-        self._classes = [self._class(place) for place in range(self.places)]
-        self._recurs = [False, *(block.recurrent for block in config.model.blocks), False]
+        self.classes = [self._class(place) for place in range(self.places)]  # equal words for equal layers
+        self.recurs = [False, *(block.recurrent for block in config.model.blocks), False]
         self._weights: dict[tuple, RankWeights] = {}
         self._saved = {mode: _saved(config, mode) for mode in ("none", "selective", "full")}
 
@@ -160,21 +160,13 @@ class Shapes:
 
     def passes(self, place: int) -> Passes:
         """How often a step runs the layer at a place, on average."""
-        return expected_passes(self.config.model.recurrence) if self.recurs(place) else Passes(0, 1)
-
-    def recurs(self, place: int) -> bool:
-        """Whether it is a block of a recurrent core."""
-        return self._recurs[place]
+        return expected_passes(self.config.model.recurrence) if self.recurs[place] else Passes(0, 1)
 
     def recomputes(self, config: Config, choice: Candidate, place: int) -> str:
         """Recomputation mode of a layer: full recomputation may skip blocks (`activation_checkpointing.every`)."""
         block, every = place - 1, config.training.activation_checkpointing.every
         left_out = choice.recompute == "full" and 0 <= block < self.places - 2 and block % every
         return "none" if left_out else choice.recompute
-
-    def class_of(self, place: int) -> str:
-        """A word for what is alike."""
-        return self._classes[place]
 
     def weights(self, choice: Candidate, places: Sequence[int]) -> RankWeights:
         """Parameters of the layers of a stage on one rank. Shared ones count once."""
@@ -190,7 +182,7 @@ class Shapes:
 
     def layer(self, place: int, choice: Candidate) -> RankLayer:
         """The layer at a place of [embedding, blocks..., head], as a rank of the candidate's layout has it."""
-        key = (self._classes[place], *choice.cuts, place in (0, self.places - 1) and choice.pipeline > 1)
+        key = (self.classes[place], *choice.cuts, place in (0, self.places - 1) and choice.pipeline > 1)
         if key not in self._layers:
             self._layers[key] = self._build(place, choice)
         return self._layers[key]
@@ -198,7 +190,7 @@ class Shapes:
     def sends(self, place: int, choice: Candidate, config: Config) -> tuple[tuple[Call, int, int], ...]:
         """Calls on the tensor axis for one micro-batch."""
         key = (
-            self._classes[place],
+            self.classes[place],
             choice.tensor,
             choice.sequence,
             choice.micro_batch,
@@ -230,7 +222,7 @@ class Shapes:
         spread = [each for each in module.parameters() if is_spread(each)]
         shared_rows = [each.numel() for each in spread if choice.expert == 1 or shares_rows(each)]
         parts, cut, channels = self._cut(place, counts), choice.tensor, 1 if head else choice.columns
-        passes = model.recurrence.backward if self.recurs(place) else 1
+        passes = model.recurrence.backward if self.recurs[place] else 1
         saved = {
             mode: passes * self._on_rank(self._saved[mode][place] / passes, mode, parts, choice, channels) * size
             for mode in ("none", "selective", "full")

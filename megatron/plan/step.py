@@ -261,7 +261,7 @@ class StepEstimator:
             return self._work[stage]
         total = MicroBatchTime()
         for place in places:
-            key = (self.shapes.class_of(place), self.shapes.recomputes(config, choice, place), alike)
+            key = (self.shapes.classes[place], self.shapes.recomputes(config, choice, place), alike)
             if key not in self._work:
                 self._work[key] = self._layer(config, choice, place, at)
             passes = self.shapes.passes(place)  # the forward pass is a third of a layer's work
@@ -281,9 +281,9 @@ class StepEstimator:
 
     def _layer(self, config: Config, choice: Candidate, place: int, at: dict[str, Group]) -> MicroBatchTime:
         layer, mode = self.shapes.layer(place, choice), self.shapes.recomputes(config, choice, place)
-        kept = config.model.recurrence.backward if self.shapes.recurs(place) else 1
+        kept = config.model.recurrence.backward if self.shapes.recurs[place] else 1
         tokens = choice.micro_batch * config.training.sequence_length / choice.context
-        products = [(self._product(tokens, each), self._gradients(tokens, each)) for each in layer.matrices]
+        products = [self._product(tokens, each) for each in layer.matrices]
         forward, backward = (sum(each) for each in zip(*products)) if products else (0.0, 0.0)
         factor = 0.5 if layer.attends else 1.0  # causal kernels skip what is masked
         attention = factor * tokens * layer.other / (self.peak * self.device.efficiency.attention)
@@ -340,14 +340,12 @@ class StepEstimator:
         seconds *= 1 if head else chunks  # the head's are gathered once
         return max(0.0, seconds - OVERLAP * computing)
 
-    def _product(self, tokens: float, each: Matrix) -> float:
-        return product_time(self.device, self.peak, self.size, tokens * each.share, each.rows, each.columns, each.count)
-
-    def _gradients(self, tokens: float, each: Matrix) -> float:
-        """Of what it read, and of itself."""
+    def _product(self, tokens: float, each: Matrix) -> tuple[float, float]:
+        """Seconds of the product, and of the gradients of what it read and of itself."""
         m, n, k = tokens * each.share, each.rows, each.columns
         mine = (self.device, self.peak, self.size)
-        return product_time(*mine, m, k, n, each.count) + product_time(*mine, n, k, max(1, round(m)), each.count)
+        back = product_time(*mine, m, k, n, each.count) + product_time(*mine, n, k, max(1, round(m)), each.count)
+        return product_time(*mine, m, n, k, each.count), back
 
     def _moved(self, layer: RankLayer, tokens: float, kept: int) -> float:
         """Memory traffic of a layer's forward pass in addition to its products. It keeps activations of `kept`

@@ -10,7 +10,7 @@ a trace or from the formulas.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,10 @@ class Band:
     seconds: float  # of one device
     measured: bool  # by the run itself, otherwise derived
     source: str  # what it is known from
+
+
+def _bands(seconds: Mapping[str, float], measured: bool, source: str) -> dict[str, Band]:
+    return {name: Band(name, taken, measured, source) for name, taken in seconds.items()}
 
 
 @dataclass(frozen=True)
@@ -205,7 +209,7 @@ def _profile(run: str, told: _Told, name: str, device: Device | None) -> TimePro
         "restarts": restarts,
         "end": seconds["end"],
     }
-    bands |= {each: Band(each, taken, True, LEDGER) for each, taken in outside.items()}
+    bands |= _bands(outside, True, LEDGER)
     return TimeProfile(
         run=run,
         device=name,
@@ -226,12 +230,10 @@ def _on_host(told: _Told, predicted: StepTime | None) -> dict[str, Band]:
     account, within = told.account, told.account.within
     passes = sum(within.get(phase, 0.0) for phase in PASSES)
     bubble = _bubble(told.config, told.layout, passes, within.get("waiting", 0.0))
-    bands = {
-        "optimizer": Band("optimizer", within.get("optimizer", 0.0), True, LEDGER),
-        "communication": Band("communication", within.get("waiting", 0.0) - bubble, True, LEDGER),
-        "data": Band("data", within.get("data", 0.0), True, LEDGER),
-        "hooks": Band("hooks", within.get("hooks", 0.0) + within.get("exchange", 0.0), True, LEDGER),
-    }
+    waiting, hooks = within.get("waiting", 0.0) - bubble, within.get("hooks", 0.0) + within.get("exchange", 0.0)
+    own = {"optimizer": within.get("optimizer", 0.0), "communication": waiting}
+    own |= {"data": within.get("data", 0.0), "hooks": hooks}
+    bands = _bands(own, True, LEDGER)
     if told.layout.pipeline > 1:
         bands["bubble"] = Band("bubble", bubble, False, FORMULAS)
     if told.trace is not None:
@@ -243,7 +245,7 @@ def _on_host(told: _Told, predicted: StepTime | None) -> dict[str, Band]:
         own = {each: seconds * scale for each, seconds in own.items()}
     else:
         own, source, measured = _formulas(predicted, account.completed), FORMULAS, False
-    bands |= {each: Band(each, seconds, measured, source) for each, seconds in own.items() if each in COMPUTED}
+    bands |= _bands({each: seconds for each, seconds in own.items() if each in COMPUTED}, measured, source)
     return _fitted(bands, account.seconds["kept"], passes)
 
 
@@ -260,12 +262,12 @@ def _on_device(told: _Told, predicted: StepTime | None) -> dict[str, Band]:
         work = kept - data - own["communication"] - own["host"]
         bubble = _bubble(told.config, told.layout, work, own["communication"])
         own["communication"] -= bubble
-        bands = {each: Band(each, seconds, True, TRACE) for each, seconds in own.items()}
+        bands = _bands(own, True, TRACE)
         if told.layout.pipeline > 1:
             bands["bubble"] = Band("bubble", bubble, False, FORMULAS)
     elif predicted is not None:
         own = _formulas(predicted, account.completed)
-        bands = {each: Band(each, seconds, False, FORMULAS) for each, seconds in own.items()}
+        bands = _bands(own, False, FORMULAS)
         exposed = told.exposed()
         if exposed is not None:
             bubble = own.get("bubble", 0.0)
@@ -305,18 +307,14 @@ def _fitted(bands: Mapping[str, Band], kept: float, room: float) -> dict[str, Ba
     taken = sum(each.seconds for each in derived.values())
     factor = min(1.0, room / taken) if taken > 0 else 1.0
     found = {
-        name: Band(name, each.seconds * (factor if name in derived else 1.0), each.measured, each.source)
-        for name, each in bands.items()
+        name: replace(each, seconds=each.seconds * (factor if name in derived else 1.0)) for name, each in bands.items()
     }
     host = found.pop("host", Band("host", 0.0, False, FORMULAS))
     rest = kept - sum(each.seconds for each in found.values())
     if rest < 0:  # rounding, and traces of other steps
-        found = {
-            name: Band(name, each.seconds * kept / (kept - rest), each.measured, each.source)
-            for name, each in found.items()
-        }
+        found = {name: replace(each, seconds=each.seconds * kept / (kept - rest)) for name, each in found.items()}
         rest = 0.0
-    found["host"] = Band("host", rest, host.measured, host.source)
+    found["host"] = replace(host, seconds=rest)
     return found
 
 

@@ -54,13 +54,6 @@ def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, epsi
     return _Fused.apply(x, weight, len(shape))
 
 
-@contextlib.contextmanager
-def fused_norms() -> Iterator[None]:
-    """Replace torch's RMSNorm by one kernel."""
-    with mock.patch.object(F, "rms_norm", rms_norm):
-        yield
-
-
 class Labels(Recorder):
     """A recorder of communication that also knows the layer of the backward pass: the last one whose output received a
     gradient."""
@@ -91,10 +84,6 @@ class Labels(Recorder):
             phase = "recompute"
         layer = self._layers[-1] if self._layers else self._backward if phase == "backward" else ""
         return self._places.setdefault((phase, layer), ProgramPlace(phase, layer))
-
-    def of_engine(self, module: nn.Module) -> None:
-        """Label the layers of a model or of a stage."""
-        label_layers(self, module)
 
 
 def _main(output: Any) -> Tensor | None:
@@ -156,14 +145,13 @@ def with_micro_batches(config: Config, layout: Layout, micro_batches: int) -> Co
 
 
 def rehearse_rank(
-    config: Config, ranks: int, rank: int, micro_batches: int | None = None, repeats: bool = True, gpu: bool = False
+    config: Config, ranks: int, rank: int, micro_batches: int | None = None, gpu: bool = False
 ) -> RankCounts:
     """Run a rank of `ranks` on tensors without values. The process must have no process group, and gets none.
 
     Args:
         config: resolved for `ranks`.
         micro_batches: of each step, None for `enough_micro_batches`.
-        repeats: False runs every call of every scan.
         gpu: norms are one kernel, as on GPUs.
     """
     layout = Layout.of(config, ranks)
@@ -171,8 +159,9 @@ def rehearse_rank(
     prepare_deepspeed(torch.device("cpu"))
     # DeepSpeed's ZeRO checks the alignment of its flat tensors, which have no address here.
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    with _group_of_nobody(ranks, rank), without_values(), fused_norms() if gpu else contextlib.nullcontext():
-        return observe(config, Mesh.build(layout), repeats=repeats)
+    fused = mock.patch.object(F, "rms_norm", rms_norm) if gpu else contextlib.nullcontext()
+    with _group_of_nobody(ranks, rank), without_values(), fused:
+        return observe(config, Mesh.build(layout), repeats=True)
 
 
 def observe(config: Config, mesh: Mesh, batch: Batches | None = None, repeats: bool = False) -> RankCounts:
@@ -203,7 +192,7 @@ def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels,
     if batch is None:
         _count_labels(engine)
         _blank_probes(engine)
-    labels.of_engine(engine.deepspeed.module)
+    label_layers(labels, engine.deepspeed.module)
     start = ledger.peak
     # As a run does before its first step, it gives the optimizer its states.
     checkpoint, fragments = _checkpoint(engine)
@@ -300,12 +289,9 @@ def _group_of_nobody(ranks: int, rank: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in place.items()})
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        os.environ.clear()
-        os.environ.update(before)
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()}):
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

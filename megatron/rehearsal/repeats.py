@@ -127,7 +127,8 @@ class Repeats:
 def _noted(within: StorageCounter, results: Any, inputs: Sequence[Any]) -> Note | None:
     """Note of a call. None if another call could differ: a result has a foreign storage, or other storages remain."""
     found, tree = tree_flatten(results)
-    places = {each.untyped_storage()._cdata: at for at, each in reversed([*enumerate(inputs)]) if _is_tensor(each)}
+    tensors = [(at, each) for at, each in enumerate(inputs) if isinstance(each, Tensor)]
+    places = {each.untyped_storage()._cdata: at for at, each in reversed(tensors)}
     storages: dict[int, tuple[int, torch.dtype]] = {}
     forms: list[Any] = []
     for each in found:
@@ -153,10 +154,6 @@ def _noted(within: StorageCounter, results: Any, inputs: Sequence[Any]) -> Note 
     if within.live != sum(size for size, _ in storages.values()):
         return None
     return Note(within.repetition(), tuple(storages.values()), tuple(forms), tree)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _alike(function: Callable[..., Any], leaves: Sequence[Any], tree: Any) -> Hashable | None:

@@ -28,6 +28,7 @@ from megatron.model.partition import rank_of
 from megatron.parallel.layout.layout import Coordinates, Layout
 from megatron.parallel.messages.traffic import Tally
 from megatron.plan.devices import Device
+from megatron.plan.memory import FRAGMENTS, RUNTIME
 from megatron.plan.messages.predict import predict
 from megatron.plan.prediction import choice_of, planned_memory
 from megatron.plan.shapes import Shapes
@@ -89,8 +90,6 @@ def kinds_of_ranks(config: Config, layout: Layout) -> list[int]:
 
 
 KEPT = (WEIGHTS, GRADIENTS, MASTERS, MOMENTS, BUCKETS, GATHERED, BUFFERS)
-RUNTIME = 1.5 * 2**30  # bytes that the driver's context, libraries' workspaces and communicators take
-FRAGMENTATION = 0.06  # of all tensors: what the allocator holds and cannot give
 
 
 def memory(allocations: Sequence[Allocation]) -> dict[str, int]:
@@ -165,7 +164,7 @@ def describe_rank(config: Config, layout: Layout, rank: int, seen: RankCounts, d
     host = {part: by_part.pop(part) for part in offloaded(config) if part in by_part}
     tensors = sum(by_part.values())
     accelerator = device is not None and device.name != "cpu"
-    allowance = round(RUNTIME + FRAGMENTATION * tensors) if accelerator else 0
+    allowance = round(RUNTIME + FRAGMENTS * tensors) if accelerator else 0
     flops: dict[str, float] = {}
     for place, done in seen.flops.items():
         flops[place.phase] = flops.get(place.phase, 0) + done * (
@@ -214,6 +213,8 @@ def document(
     first = next(iter(seen.values())).checkpoint
     each = sum(first.values()) / (first.get("master", 0) / 4) if first.get("master") else 0.0
     planned = None if device is None else planned_memory(config, layout.world_size, device)
+    # Without ZeRO one rank of each group of replicas writes optimizer states.
+    writers = layout.world_size // (1 if zero_stage(config, layout) else layout.replicas)
     return {
         "ranks": layout.world_size,
         "layout": layout.sizes,
@@ -224,15 +225,10 @@ def document(
         "rehearsed": ranks,
         "checkpoint_bytes": round(parameters * each),
         "checkpoint_files": layout.world_size,
-        "checkpoint_fragments": round(_writers(config, layout) * fmean(each.fragments for each in seen.values())),
+        "checkpoint_fragments": round(writers * fmean(each.fragments for each in seen.values())),
         "seconds": round(seconds, 1),
         "processor_seconds": round(sum(each.processor for each in seen.values()), 1),
     }
-
-
-def _writers(config: Config, layout: Layout) -> int:
-    """Ranks that write optimizer states: without ZeRO one of each group of replicas."""
-    return layout.world_size // (1 if zero_stage(config, layout) else layout.replicas)
 
 
 def text(found: dict[str, Any]) -> str:

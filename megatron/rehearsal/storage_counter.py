@@ -230,10 +230,11 @@ def mark_states(ledger: StorageCounter, engine: Any) -> None:
         engine: a `BaseEngine`.
     """
     zero = engine.deepspeed.optimizer
-    for name, tensor in _reachable(vars(zero)) if hasattr(zero, "__dict__") else ():
+    for name, value in vars(zero).items() if hasattr(zero, "__dict__") else ():
         part = next((part for word, part in _WORDS if word in name.lower()), None)
-        if part and not ledger.part_of(tensor):
-            ledger.mark(tensor, part)
+        for tensor in _tensors(value) if part else ():
+            if part and not ledger.part_of(tensor):
+                ledger.mark(tensor, part)
     for group in engine.optimizer.param_groups:
         for tensor in group["params"]:
             ledger.mark(tensor, MASTERS)
@@ -265,13 +266,8 @@ def watch_gradients(ledger: StorageCounter, engine: Any) -> None:
             parameter.register_post_accumulate_grad_hook(mark)
 
 
-def _reachable(values: dict[str, Any], depth: int = 3) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in attributes and in their lists and dictionaries, with the attribute's name."""
-    for name, value in values.items():
-        yield from ((name, tensor) for tensor in _tensors(value, depth))
-
-
-def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Tensors in lists, dictionaries and buckets."""
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple)):

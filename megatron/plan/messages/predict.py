@@ -413,7 +413,7 @@ class _Predictor:
                     self.first.add(Call("forward", "", "pipeline", 2, forward, "int32"), 1, META_BYTES)
         for name, holders in copies(self.config).items():
             if rank in holders:
-                for each in self._named(name):
+                for each in (one for one in self.parameters if logical_of(one).name.startswith(f"{name}.")):
                     stage, elements = zero_stage(self.config, self.layout), each.numel()
                     wide = stage == 2 or (self.config.precision.compute == "bf16" and stage == 1)
                     if stage == 2:  # this rank's part
@@ -432,9 +432,6 @@ class _Predictor:
             assert isinstance(optimizer, MatrixOptimizer)
             self._optimizers[key] = optimizer
         return self._optimizers[key]
-
-    def _named(self, prefix: str) -> Iterator[nn.Parameter]:
-        return (each for each in self.parameters if logical_of(each).name.startswith(f"{prefix}."))
 
     def _stream(self, border: int) -> Iterator[tuple[str, int, bool]]:
         """The tensors between two stages: (type, elements, whether it has a gradient). The floats are one."""
