@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from megatron.config import Config, Resolved, load, read_resolved, split_arguments
 
@@ -240,14 +241,11 @@ def _process_as_it_was() -> Iterator[None]:
     """Put back what a run sets for its process: environment variables and torch's switches."""
     import torch
 
-    variables = dict(os.environ)
     deterministic, precision = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    try:
-        yield
-    finally:
-        if torch.are_deterministic_algorithms_enabled() != deterministic:  # it imports torch's compiler: seconds
-            torch.use_deterministic_algorithms(deterministic)
-        torch.set_float32_matmul_precision(precision)
-        for name in set(os.environ) - set(variables):
-            del os.environ[name]
-        os.environ.update(variables)
+    with mock.patch.dict(os.environ):
+        try:
+            yield
+        finally:
+            if torch.are_deterministic_algorithms_enabled() != deterministic:  # it imports torch's compiler: seconds
+                torch.use_deterministic_algorithms(deterministic)
+            torch.set_float32_matmul_precision(precision)

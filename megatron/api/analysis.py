@@ -134,7 +134,8 @@ class OpenModel:
                 parts = [each.grad for each in outputs if each.grad is not None]
                 if len(parts) == len(outputs):
                     found.activation_gradients[name] = torch.cat(parts)
-            found.gradients = dict(self._gradients())
+            owners = ((logical_of(each), each.grad) for each in self.model.parameters() if each.grad is not None)
+            found.gradients = {tensor.name: gradient.view(tensor.shape) for tensor, gradient in owners}
             self.model.zero_grad(set_to_none=True)
         return found
 
@@ -224,11 +225,6 @@ class OpenModel:
                 extras["columns"] = {name: each[index].to(device) for name, each in batch.columns.items()}
             inputs, labels = batch.inputs[index].to(device), batch.labels[index].to(device)
             yield inputs, labels, weights[index].float().to(device), extras
-
-    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                yield logical_of(parameter).name, parameter.grad.view(logical_of(parameter).shape)
 
 
 def _fits(name: str, pattern: str) -> bool:

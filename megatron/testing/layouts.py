@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,14 +191,8 @@ def _own(config: Config, rank: int, ranks: int) -> StepBatch:
 
 def _smallest(layout: Mapping[str, Any]) -> int:
     """The ranks of one replica, and two of those where only the data axis can be cut."""
-    parallel = layout.get("parallel", {})
-    inner = (
-        parallel.get("tensor", 1)
-        * parallel.get("columns", 1)
-        * parallel.get("pipeline", 1)
-        * parallel.get("context", 1)
-    )
-    return max(inner, 2)
+    axes = ("tensor", "columns", "pipeline", "context")
+    return max(math.prod(layout.get("parallel", {}).get(axis, 1) for axis in axes), 2)
 
 
 def _assembled(ranks: list[list[tuple]]) -> dict[str, np.ndarray]:

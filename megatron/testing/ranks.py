@@ -17,13 +17,14 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 from megatron.config.kind import kinds_of
 
@@ -53,7 +54,7 @@ class RankPool:
         context = get_context("forkserver")
         kinds = sorted({kind.layer.partition(":")[0] for kind in kinds_of().values()})
         context.set_forkserver_preload([*kinds, "megatron.engine.preload"])  # which freezes them all
-        with _environment(**SETTINGS):
+        with mock.patch.dict(os.environ, SETTINGS):
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(rank, size, theirs), daemon=True)
@@ -123,17 +124,6 @@ def close_all() -> None:
     _worlds.clear()
 
 
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def _serve(rank: int, size: int, pipe: Connection) -> None:
     os.environ.update(SETTINGS, RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     import torch
@@ -158,12 +148,8 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             continue  # this world is not used again
         dist.barrier()  # no rank reads from a group that another is about to close
         _forget_the_last_engine(linear)
-        pipe.send((True, answer, _threads()))
-
-
-def _threads() -> int:
-    """Threads of this process, 0 if unknown."""
-    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
+        tasks = "/proc/self/task"
+        pipe.send((True, answer, len(os.listdir(tasks)) if os.path.isdir(tasks) else 0))
 
 
 def _forget_the_last_engine(linear: Callable) -> None:

@@ -44,30 +44,25 @@ class Fault:
     loses: bool = False
 
 
-def _rank(job: TrialJob, draw: random.Random) -> tuple[int, int]:
-    """(rank, process id) of a living rank."""
+def _rank(job: TrialJob, draw: random.Random) -> tuple[str, int]:
+    """Name and process id of a living rank."""
     members = job.members()
     rank = draw.choice(sorted(members)) if members else -1
-    return rank, members.get(rank, -1)
+    return f"rank {rank}", members.get(rank, -1)
 
 
-def _signal_rank(number: signal.Signals) -> Act:
+def _agent(job: TrialJob, draw: random.Random) -> tuple[str, int]:
+    return "agent", next(iter(job.agents()), -1)
+
+
+def _launcher(job: TrialJob, draw: random.Random) -> tuple[str, int]:
+    return "launcher", job.process.pid if job.process is not None else -1
+
+
+def _signal(who: Callable[[TrialJob, random.Random], tuple[str, int]], number: signal.Signals) -> Act:
     def act(job: TrialJob, draw: random.Random) -> str:
-        rank, pid = _rank(job, draw)
-        return f"rank {rank}" if pid > 0 and kill(pid, number) else ""
-
-    return act
-
-
-def _kill_agent(job: TrialJob, draw: random.Random) -> str:
-    agents = job.agents()
-    return "agent" if agents and kill(agents[0], signal.SIGKILL) else ""
-
-
-def _signal_launcher(number: signal.Signals) -> Act:
-    def act(job: TrialJob, draw: random.Random) -> str:
-        assert job.process is not None
-        return "launcher" if kill(job.process.pid, number) else ""
+        name, pid = who(job, draw)
+        return name if pid > 0 and kill(pid, number) else ""
 
     return act
 
@@ -77,7 +72,7 @@ def _term_in_save(job: TrialJob, draw: random.Random) -> str:
     folder, limit = job.run / "checkpoints", time.monotonic() + 60
     while time.monotonic() < limit and job.status is None:
         if any(folder.glob("*.tmp-*")):
-            return _signal_launcher(signal.SIGTERM)(job, draw)
+            return _signal(_launcher, signal.SIGTERM)(job, draw)
     return ""
 
 
@@ -94,19 +89,6 @@ def _pause(who: Callable[[TrialJob, random.Random], tuple[str, int]]) -> Act:
         return f"{name}, {seconds:.1f} s"
 
     return act
-
-
-def _a_rank(job: TrialJob, draw: random.Random) -> tuple[str, int]:
-    rank, pid = _rank(job, draw)
-    return f"rank {rank}", pid
-
-
-def _an_agent(job: TrialJob, draw: random.Random) -> tuple[str, int]:
-    return "agent", next(iter(job.agents()), -1)
-
-
-def _the_launcher(job: TrialJob, draw: random.Random) -> tuple[str, int]:
-    return "launcher", job.process.pid if job.process is not None else -1
 
 
 def _order(kind: str) -> Act:
@@ -261,18 +243,19 @@ def _lose_host(job: TrialJob, draw: random.Random) -> str:
     return f"{len(ended)} processes" if any(ended) else ""
 
 
-KILL_RANK = _signal_rank(signal.SIGKILL)
+KILL_RANK, KILL_AGENT = _signal(_rank, signal.SIGKILL), _signal(_agent, signal.SIGKILL)
+KILL_LAUNCHER = _signal(_launcher, signal.SIGKILL)
 FAULTS = (
     Fault("rank killed", KILL_RANK, RESTART),
-    Fault("agent killed", _kill_agent, RESTART, loses=True),
-    Fault("launcher killed", _signal_launcher(signal.SIGKILL), AGAIN),
-    Fault("TERM to the launcher", _signal_launcher(signal.SIGTERM), AGAIN),
+    Fault("agent killed", KILL_AGENT, RESTART, loses=True),
+    Fault("launcher killed", KILL_LAUNCHER, AGAIN),
+    Fault("TERM to the launcher", _signal(_launcher, signal.SIGTERM), AGAIN),
     Fault("TERM during a save", _term_in_save, AGAIN),
     Fault("rank killed during a save", _order(DIE_IN_SAVE), RESTART),
-    Fault("rank stopped for a while", _pause(_a_rank), GOES_ON),
-    Fault("agent stopped for a while", _pause(_an_agent), GOES_ON),
-    Fault("launcher stopped for a while", _pause(_the_launcher), GOES_ON),
-    Fault("rank stopped for good", _signal_rank(signal.SIGSTOP), RESTART, needs=("ranks",)),
+    Fault("rank stopped for a while", _pause(_rank), GOES_ON),
+    Fault("agent stopped for a while", _pause(_agent), GOES_ON),
+    Fault("launcher stopped for a while", _pause(_launcher), GOES_ON),
+    Fault("rank stopped for good", _signal(_rank, signal.SIGSTOP), RESTART, needs=("ranks",)),
     Fault("newest checkpoint: bit flipped, and kill", _damaged("flip", (-1,), KILL_RANK), RESTART),
     Fault("newest checkpoint: file cut, and kill", _damaged("cut", (-1,), KILL_RANK), RESTART),
     Fault("newest checkpoint: file deleted, and kill", _damaged("delete", (-1,), KILL_RANK), RESTART),
@@ -300,8 +283,8 @@ FAULTS = (
     Fault("slow network", _slow_network, GOES_ON, needs=("ranks", "network")),
     Fault("host lost", _lose_host, RESTART, needs=("hosts",), loses=True),
     Fault("two at once: slow disk, and rank killed", _both(_order(SLOW_DISK), KILL_RANK), RESTART),
-    Fault("two at once: clock jumps, and agent killed", _both(_order(CLOCK), _kill_agent), RESTART, loses=True),
+    Fault("two at once: clock jumps, and agent killed", _both(_order(CLOCK), KILL_AGENT), RESTART, loses=True),
     Fault("two at once: NaN, and rank killed", _both(_order(NAN), KILL_RANK), RESTART),
-    Fault("two at once: rank and agent killed", _both(KILL_RANK, _kill_agent), RESTART, loses=True),
-    Fault("two at once: rank and launcher killed", _both(KILL_RANK, _signal_launcher(signal.SIGKILL)), AGAIN),
+    Fault("two at once: rank and agent killed", _both(KILL_RANK, KILL_AGENT), RESTART, loses=True),
+    Fault("two at once: rank and launcher killed", _both(KILL_RANK, KILL_LAUNCHER), AGAIN),
 )
