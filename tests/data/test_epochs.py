@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron.config import ConfigError, resolve
-from megatron.config.neox.reader import FlatDocument
 from megatron.config.neox.translate import translate
+from megatron.config.source.layers import ConfigSource
 from megatron.data.plan_builder import build_plan, set_names
 from tests.data.make import write_documents, write_sizes
 from tests.data.reference import blend, flat_samples, neox_weights
@@ -49,7 +49,7 @@ def neox(**changes: Any) -> dict[str, Any]:
         "max_position_embeddings": LENGTH, "make_vocab_size_divisible_by": 1024, "tokenizer_type": "CharLevelTokenizer",
         "optimizer": {"type": "Adam", "params": {"lr": 0.001}}, "train_epochs": 3,
     }  # fmt: skip
-    translation = translate([FlatDocument("small.yml", own | changes, {})])
+    translation = translate([ConfigSource(own | changes)])
     assert not translation.problems, translation.problems
     return translation.values
 
@@ -161,7 +161,7 @@ def test_what_the_original_refuses_beside_it(key, value):
     """The last two are refused because the steps are not known while a file is translated."""
     own = {"train_epochs": 2, "seq_length": 8, "train_micro_batch_size_per_gpu": 1, "checkpoint_factor": 2}
     paths = {f"{name}_data_paths": ["a"] for name in KINDS}
-    found = translate([FlatDocument("small.yml", own | paths | {"save": "b", key: value}, {})]).problems
+    found = translate([ConfigSource(own | paths | {"save": "b", key: value})]).problems
     assert [each for each in found if each.key == key and len(each.fix) > 5], found
 
 
@@ -170,7 +170,7 @@ def test_passes_that_only_the_start_knows_are_told():
     paths = {f"{name}_data_paths": ["a"] for name in KINDS}
     sizes = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}
     own = {"train_epochs": 2, "seq_length": 8, **sizes, **paths}
-    unknown = translate([FlatDocument("small.yml", own, {})])
+    unknown = translate([ConfigSource(own)])
     assert any("gradient_accumulation_steps" in note for note in unknown.notes)
-    known = translate([FlatDocument("small.yml", own | {"global_num_gpus": 2}, {})])
+    known = translate([ConfigSource(own | {"global_num_gpus": 2})])
     assert known.values["data"]["epoch_parts"] == 4

@@ -5,31 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from ..problems import ABSENT, Problem
-
-
-@dataclass(frozen=True)
-class FlatDocument:
-    """One file of flat GPT-NeoX keys."""
-
-    path: str  # the file, as messages name it
-    values: dict[str, Any]  # its keys as written, with dashes or underscores
-    lines: dict[str, int] = field(default_factory=dict)  # the line of each key that is known
-    override: bool = False  # whether its values replace values of other documents, as arguments do
-
-
-class FlatOrigin(NamedTuple):
-    """Where a native value came from: the file, the line and the GPT-NeoX key or keys that it was made from.
-
-    `path` is None where no file says it and GPT-NeoX's own default for `key` was taken.
-    """
-
-    path: str | None
-    line: int | None
-    key: str
+from ..source.layers import Origin
 
 
 @dataclass
@@ -38,18 +18,20 @@ class Translation:
 
     Attributes:
         values: native nested values. GPT-NeoX's defaults that bear on the numbers are written out.
-        origins: native dotted key -> where it came from. Lists and raw dictionaries are one key.
+        origins: native dotted key -> where it came from, with the GPT-NeoX keys that it was made from, or with the one
+            whose default it is. Lists and raw dictionaries are one key.
         notes: for the user. One of them lists all keys without effect.
         problems: keys that cannot be translated.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, FlatOrigin] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
 T = TypeVar("T")
+DEFAULT_OF = "GPT-NeoX's"  # before the key, in the origin of a value that no file gives
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -58,13 +40,8 @@ class FlatEntry:
     """One flat key as a file gives it. `spelling` has the file's dashes."""
 
     value: Any
-    path: str
-    line: int | None
+    origin: Origin
     spelling: str
-
-    @property
-    def place(self) -> str:
-        return self.path if self.line is None else f"{self.path}:{self.line}"
 
 
 def as_number(value: Any) -> float | int | None:
@@ -98,9 +75,10 @@ class Flat:
 
     def problem(self, name: str, rule: str, fix: str, value: Any = None) -> None:
         """Report a key. `value` replaces the whole value in the message, for a part of a dictionary."""
-        entry = self.entries.get(name, FlatEntry(None, "", None, name))
-        value = entry.value if value is None else value
-        found = Problem(entry.spelling, rule, fix, ABSENT if value is None else value, entry.place)
+        entry = self.entries.get(name)
+        value = entry.value if value is None and entry else value
+        spelling, where = (entry.spelling, str(entry.origin)) if entry else (name, "")
+        found = Problem(spelling, rule, fix, ABSENT if value is None else value, where)
         if found not in self.problems:  # several topics read some keys
             self.problems.append(found)
 
@@ -214,14 +192,16 @@ class Native:
         self.result.origins[key] = self.origin(*names)
         self.used.update(name.split(".")[0] for name in names)
 
-    def origin(self, *names: str) -> FlatOrigin:
+    def origin(self, *names: str) -> Origin:
         """The place of the first of `names` that a file gives, or GPT-NeoX's default."""
         given = [name for name in names if self.flat.given(name)]
         if not given:
-            return FlatOrigin(None, None, names[0])
+            return Origin("default", text=f"{DEFAULT_OF} {names[0]}")
         entries = [self.flat.entries[name.split(".")[0]] for name in given]
+        if entries[0].origin.kind != "file":
+            return entries[0].origin
         spellings = [".".join([entry.spelling, *name.split(".")[1:]]) for name, entry in zip(given, entries)]
-        return FlatOrigin(entries[0].path, entries[0].line, ", ".join(spellings))
+        return replace(entries[0].origin, text=", ".join(spellings))
 
     def unused(self, reason: str, *names: str) -> None:
         """Record that flat keys have no effect, if they are given."""

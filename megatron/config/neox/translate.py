@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from ..problems import ABSENT, YAML_WORDS, Problem
 from ..schema import ANY, Config, catalog
+from ..source.layers import ConfigSource, Origin
 from . import architecture, corpus, layout, moe, output, post_training, recipe
-from .reader import Flat, FlatDocument, FlatEntry, FlatOrigin, Native, Translation
+from .reader import DEFAULT_OF, Flat, FlatEntry, Native, Translation
 from .refused import NO_EFFECT, REFUSED, RETIRED, RETIRED_READ
 
 TOPICS = (architecture, recipe, corpus, post_training, layout, output, moe)
@@ -81,11 +82,11 @@ def _looks_flat(name: str, value: Any) -> bool:
     return not isinstance(value, dict) and bool(difflib.get_close_matches(known, NAMES, 1, 0.8))
 
 
-def translate(documents: Iterable[FlatDocument]) -> Translation:
+def translate(documents: Iterable[ConfigSource]) -> Translation:
     """The native configuration that the documents describe together.
 
     The same key with different values in two documents, or twice in one, is a problem in any spelling. GPT-NeoX detects
-    it only where the spelling is the same. Documents marked as overrides win instead.
+    it only where the spelling is the same. Arguments win instead.
     """
     result = Translation()
     flat = Flat(_merge(documents, result.problems), TRANSLATED | RETIRED_READ, result.problems)
@@ -98,22 +99,22 @@ def translate(documents: Iterable[FlatDocument]) -> Translation:
     return result
 
 
-def _merge(documents: Iterable[FlatDocument], problems: list[Problem]) -> dict[str, FlatEntry]:
+def _merge(documents: Iterable[ConfigSource], problems: list[Problem]) -> dict[str, FlatEntry]:
     merged: dict[str, FlatEntry] = {}
     for document in documents:
         for spelling, value in document.values.items():
             spelling = str(spelling)
             name = plain(spelling)
-            entry = FlatEntry(value, document.path, document.lines.get(spelling), spelling)
+            entry = FlatEntry(value, document.origin((spelling,)), spelling)
             earlier = merged.setdefault(name, entry)
             same = earlier.value == value and isinstance(earlier.value, bool) == isinstance(value, bool)
-            if document.override:
+            if document.fallback.kind == "argument":
                 merged[name] = entry
             elif not same:
-                rule = f"{earlier.place} already says {earlier.spelling} = {earlier.value!r}: GPT-NeoX files must not "
+                rule = f"{earlier.origin} already says {earlier.spelling} = {earlier.value!r}: GPT-NeoX files must not "
                 rule += "contradict each other"
                 fix = "remove one of the two"
-                problems.append(Problem(spelling, rule, fix, ABSENT if value is None else value, entry.place))
+                problems.append(Problem(spelling, rule, fix, ABSENT if value is None else value, str(entry.origin)))
     return merged
 
 
@@ -169,7 +170,7 @@ def to_native_yaml(translation: Translation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _lines(name: str, value: Any, path: tuple[str, ...], origins: dict[str, FlatOrigin]) -> list[str]:
+def _lines(name: str, value: Any, path: tuple[str, ...], origins: dict[str, Origin]) -> list[str]:
     origin = origins.get(".".join(path))
     indent = "  " * (len(path) - 1)
     if origin is None and isinstance(value, dict):
@@ -179,11 +180,10 @@ def _lines(name: str, value: Any, path: tuple[str, ...], origins: dict[str, Flat
     return [f"{text.ljust(COMMENT_COLUMN)}  # {_said(origin)}" if origin else text]
 
 
-def _said(origin: FlatOrigin) -> str:
-    if origin.path is None:
-        return f"GPT-NeoX's default ({origin.key})"
-    place = origin.path if origin.line is None else f"{origin.path}:{origin.line}"
-    return f"{origin.key}, {place}"
+def _said(origin: Origin) -> str:
+    if origin.kind == "default":
+        return f"{DEFAULT_OF} default ({origin.text.removeprefix(DEFAULT_OF).strip()})"
+    return f"{origin.text}, {origin.file}:{origin.line}"
 
 
 def flow(value: Any) -> str:

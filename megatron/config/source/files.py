@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path as File
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...installation import configuration_file
 from ..problems import ABSENT, ConfigError, Problem
@@ -14,10 +14,6 @@ from ..tree import drop, get, put
 from .layers import ConfigSource, Origin
 from .structure import nearest
 from .yaml_source import read_file, read_override
-
-if TYPE_CHECKING:
-    from ..neox import FlatDocument
-
 
 MOST_FILES = 40  # of a run, each counted as often as it is extended: files that extend files can double at each level
 
@@ -111,17 +107,8 @@ def translate_flat(sources: list[ConfigSource]) -> tuple[list[ConfigSource], tup
         return sources, ()
     last = flat[-1]
     flat += [source for source in sources if source.fallback.kind == "argument" and _flat_argument(source)]
-    translation = neox.translate([_document(source) for source in flat])
-    known = {name.replace("-", "_"): source.origin((name,)) for source in flat for name in source.values}
-
-    places: dict[Path, Origin] = {}
-    for key, origin in translation.origins.items():
-        if origin.path is None:
-            places[parse_path(key)] = Origin("default", text=f"GPT-NeoX's {origin.key}")
-        elif origin.line is None:
-            places[parse_path(key)] = known.get(origin.key.replace("-", "_"), Origin("argument", text=origin.path))
-        else:
-            places[parse_path(key)] = Origin("file", file=origin.path, line=origin.line, text=origin.key)
+    translation = neox.translate(flat)
+    places: dict[Path, Origin] = {parse_path(key): origin for key, origin in translation.origins.items()}
     read = [problem for source in flat for problem in source.problems]
     native = ConfigSource(translation.values, places, last.fallback, read, any(source.unread for source in flat))
     native.problems += translation.problems
@@ -166,19 +153,10 @@ def convert(files: Sequence[str]) -> str:
             problems.append(Problem("", rule, fix, ABSENT, source.fallback.file or ""))
     if problems:
         raise ConfigError(problems)
-    translation = neox.translate([_document(source) for source in sources])
+    translation = neox.translate(sources)
     if translation.problems:
         raise ConfigError(translation.problems)
     return neox.to_native_yaml(translation)
-
-
-def _document(source: ConfigSource) -> FlatDocument:
-    from ..neox import FlatDocument
-
-    lines = {name: source.origin((name,)).line for name in source.values}
-    path = source.fallback.file or str(source.fallback)
-    known = {name: line for name, line in lines.items() if line is not None}
-    return FlatDocument(path, source.values, known, override=source.fallback.kind == "argument")
 
 
 def normalise(source: ConfigSource) -> ConfigSource:

@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from megatron.config.neox import FlatDocument, Translation, translate
+from megatron.config.neox import Translation, translate
+from megatron.config.source.layers import ConfigSource, Origin
 
 FIXTURES = Path(__file__).parent
 TOKENIZER_SIZE = 50277  # the NeoX-20B and Pythia tokenizer
@@ -24,10 +25,17 @@ BASE: dict[str, Any] = {
 }
 
 
+def document(path: str, values: dict[str, Any], lines: dict[str, int] | None = None, override: bool = False):
+    """A flat file, or an argument of this text, with the lines of some of its keys."""
+    places = {(name,): Origin("file", file=path, line=line) for name, line in (lines or {}).items()}
+    whole = Origin("argument", text=path) if override else Origin("file", file=path, line=1)
+    return ConfigSource(values, places, whole)
+
+
 def flat(**changes: Any) -> Translation:
     """The translation of a small complete file with `changes`. A change to None removes the key."""
     values = {name: value for name, value in (BASE | changes).items() if value is not None}
-    return translate([FlatDocument("small.yml", values, {name: line for line, name in enumerate(values, 1)})])
+    return translate([document("small.yml", values, {name: line for line, name in enumerate(values, 1)})])
 
 
 def fixture(*names: str) -> Translation:
@@ -38,7 +46,7 @@ def fixture(*names: str) -> Translation:
         lines = {
             line.split('"')[1]: number for number, line in enumerate(text.splitlines(), 1) if line.startswith('  "')
         }
-        documents.append(FlatDocument(name, yaml.safe_load(text), lines))
+        documents.append(document(name, yaml.safe_load(text), lines))
     return translate(documents)
 
 

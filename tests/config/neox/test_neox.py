@@ -12,12 +12,22 @@ import pytest
 import yaml
 
 from megatron.config import ConfigError, load
-from megatron.config.neox import FlatDocument, FlatOrigin, is_flat, to_native_yaml, translate
+from megatron.config.neox import is_flat, to_native_yaml, translate
 from megatron.config.neox.refused import NO_EFFECT, REASONS, REFUSED, RETIRED, RETIRED_READ
 from megatron.config.neox.translate import NAMES, TRANSLATED
 from megatron.config.schema import lookup, parse_path
 from megatron.training.schedule import Schedule
-from tests.config.neox.neox_cases import BASE, FIXTURES, TOKENIZER_SIZE, at, fixture, flat, no_effect, parameters
+from tests.config.neox.neox_cases import (
+    BASE,
+    FIXTURES,
+    TOKENIZER_SIZE,
+    at,
+    document,
+    fixture,
+    flat,
+    no_effect,
+    parameters,
+)
 from tests.paths import shared
 
 # GPT-NeoX's keys: name -> (default as Python writes it, state).
@@ -267,10 +277,10 @@ def test_origins_name_file_line_and_spelling():
     translation = fixture("pythia/70m.yml")
     lines = (FIXTURES / "pythia" / "70m.yml").read_text().splitlines()
     origin = translation.origins["model.attention.rotary.fraction"]
-    assert (origin.path, origin.key) == ("pythia/70m.yml", "rotary-pct")
+    assert (origin.file, origin.text) == ("pythia/70m.yml", "rotary-pct")
     assert '"rotary-pct"' in lines[origin.line - 1]
-    assert translation.origins["optimizer.lr"].key == "optimizer.params.lr"
-    assert translation.origins["training.seed"] == FlatOrigin(None, None, "seed")
+    assert translation.origins["optimizer.lr"].text == "optimizer.params.lr"
+    assert str(translation.origins["training.seed"]) == "default (GPT-NeoX's seed)"
     assert set(translation.origins) == {".".join(path) for path in _leaves(translation.values, translation.origins)}
 
 
@@ -340,6 +350,6 @@ def test_the_reader_needs_no_torch():
 def test_documents_given_together_are_read_together():
     model = {name: BASE[name] for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")}
     rest = {name: value for name, value in BASE.items() if name not in model}
-    parts = [FlatDocument("model.yml", model), FlatDocument("rest.yml", rest)]
+    parts = [document("model.yml", model), document("rest.yml", rest)]
     assert translate(parts).values == translate(parts[::-1]).values == flat().values
     assert {problem.key for problem in translate(parts[:1]).problems} >= {"train_iters", "optimizer"}

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.config.neox import FlatDocument, to_native_yaml, translate
+from megatron.config.neox import to_native_yaml, translate
 from megatron.config.neox.translate import NAMES
-from tests.config.neox.neox_cases import BASE, at, flat, no_effect, noted, parameters, problem_of
+from tests.config.neox.neox_cases import BASE, at, document, flat, no_effect, noted, parameters, problem_of
 
 LLAMA = {
     "norm": "rmsnorm",
@@ -305,8 +305,8 @@ def test_keys_that_only_look_like_gpt_neox(name, word):
 
 def test_conflicts_are_found_whatever_the_spelling():
     for spelling in ("num_layers", "num-layers"):
-        other = FlatDocument("other.yml", {spelling: 6}, {spelling: 3})
-        translation = translate([FlatDocument("small.yml", BASE, {"num_layers": 1}), other])
+        other = document("other.yml", {spelling: 6}, {spelling: 3})
+        translation = translate([document("small.yml", BASE, {"num_layers": 1}), other])
         problem = problem_of(translation, spelling)
         assert (problem.where, problem.value) == ("other.yml:3", 6)
         assert "small.yml:1" in problem.rule
@@ -314,31 +314,31 @@ def test_conflicts_are_found_whatever_the_spelling():
 
 
 def test_equal_values_do_not_conflict():
-    translation = translate([FlatDocument("small.yml", BASE), FlatDocument("other.yml", {"num-layers": 4})])
+    translation = translate([document("small.yml", BASE), document("other.yml", {"num-layers": 4})])
     assert translation.problems == [] and translation.values == flat().values
 
 
 def test_both_spellings_in_one_file():
-    document = FlatDocument("small.yml", BASE | {"num-layers": 5}, {"num-layers": 9})
-    assert problem_of(translate([document]), "num-layers").where == "small.yml:9"
+    source = document("small.yml", BASE | {"num-layers": 5}, {"num-layers": 9})
+    assert problem_of(translate([source]), "num-layers").where == "small.yml:9"
 
 
 def test_true_is_not_one():
-    document = FlatDocument("other.yml", {"train_micro_batch_size_per_gpu": True})
+    source = document("other.yml", {"train_micro_batch_size_per_gpu": True})
     base = BASE | {"train_micro_batch_size_per_gpu": 1}
-    assert problem_of(translate([FlatDocument("small.yml", base), document]), "train_micro_batch_size_per_gpu")
+    assert problem_of(translate([document("small.yml", base), source]), "train_micro_batch_size_per_gpu")
 
 
 def test_overrides_win():
-    override = FlatDocument("argument", {"train-iters": 7}, override=True)
-    translation = translate([FlatDocument("small.yml", BASE), override])
+    override = document("argument", {"train-iters": 7}, override=True)
+    translation = translate([document("small.yml", BASE), override])
     assert translation.problems == []
     assert at(translation, "training.steps") == 7
-    assert translation.origins["training.steps"].path == "argument"
+    assert translation.origins["training.steps"].text == "argument"
 
 
 def test_required_keys_are_reported_together():
-    problems = {problem.key for problem in translate([FlatDocument("empty.yml", {"seed": 1})]).problems}
+    problems = {problem.key for problem in translate([document("empty.yml", {"seed": 1})]).problems}
     assert problems == {
         "num_layers",
         "hidden_size",
@@ -352,8 +352,8 @@ def test_required_keys_are_reported_together():
 
 
 def test_null_is_not_given():
-    document = FlatDocument("small.yml", BASE | {"seed": None, "fp16": None})
-    translation = translate([document])
+    source = document("small.yml", BASE | {"seed": None, "fp16": None})
+    translation = translate([source])
     assert translation.values == flat().values
     assert "null says nothing" in no_effect(translation)
 
@@ -411,7 +411,7 @@ values = st.recursive(
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(sorted(NAMES)), values, max_size=12))
 def test_nothing_in_a_file_makes_the_reader_fail(changes):
-    translation = translate([FlatDocument("small.yml", BASE | changes)])
+    translation = translate([document("small.yml", BASE | changes)])
     to_native_yaml(translation)
     for problem in translation.problems:
         assert problem.rule and problem.fix
