@@ -62,8 +62,9 @@ class Derivation:
     derived: Derived
 
     @property
-    def formula(self) -> str:
-        return self.derived.formula
+    def origin(self) -> Origin:
+        """Of a value that it gives."""
+        return Origin("derived", text=self.derived.formula, keys=self.keys)
 
     def value(self, path: Path, view: View) -> Any:
         """Its value for the key at `path`."""
@@ -123,7 +124,7 @@ def derive(view: View) -> dict[Path, Origin]:
             value = rule.value(path, view)
             if value is not None:
                 put(view.values, path, value)
-                origins[path] = Origin("derived", text=rule.formula, keys=rule.keys)
+                origins[path] = rule.origin
     return origins
 
 

@@ -87,9 +87,7 @@ def complete_variants(view: View, given: dict[str, Any]) -> dict[Path, Origin]:
                 put(values, path, value)
                 if left_open or value != get(view.values, path):
                     put(own, path[2:], value)
-                    origins[("model", "variants", name, *path[2:])] = Origin(
-                        "derived", text=rule.formula, keys=rule.keys
-                    )
+                    origins[("model", "variants", name, *path[2:])] = rule.origin
     return origins
 
 

@@ -246,11 +246,6 @@ class Question:
             return False
         return True
 
-    @property
-    def once_a_step(self) -> bool:
-        """Whether the run's keys ask for blocks that run once a step (`config/rules`)."""
-        return self.base.training.cuda_graphs or self.base.parallel.async_tensor
-
     def experts(self) -> int:
         """Largest number of experts of a layer, 0 without such layers."""
         shapes = self.shapes
@@ -376,14 +371,17 @@ class Question:
     def _fill(self, structure: Candidate, fixed: dict[str, Any], found: Answers) -> float:
         """Add the micro-batches that fit a structure, each with the least recomputation that makes it fit. Return the
         shortest step without a bubble."""
-        least = inf
+        least, once = (
+            inf,
+            self.base.training.cuda_graphs or self.base.parallel.async_tensor,
+        )  # runs of a block in a step
         for micro in MICRO_BATCHES:
             sized = replace(structure, micro_batch=micro)
             if micro != fixed.get("micro_batch", micro) or not self._allows(sized):
                 continue
             fits = False
             for mode in structure.modes:
-                if mode != fixed.get("recompute", mode) or (mode != "none" and self.once_a_step):
+                if mode != fixed.get("recompute", mode) or (mode != "none" and once):
                     continue
                 plan = self.judge(replace(sized, recompute=mode))
                 found.consider(plan)

@@ -43,11 +43,6 @@ class Explanation:
     def type(self) -> str:
         return describe_type(self.key.annotation, self.key.limits) + (" or null" if self.key.nullable else "")
 
-    @property
-    def formula(self) -> str | None:
-        """How it is derived, if it is."""
-        return self.key.derived
-
     def text(self) -> str:
         lines = [self.name if self.value is ABSENT else f"{self.name} = {shown_value(self.value)}"]
         if self.origin:
@@ -57,8 +52,8 @@ class Explanation:
         lines.append(f"    type:    {self.type}" + (f", in {self.key.unit}" if self.key.unit else ""))
         if self.key.required:
             lines.append("    default: none, it is required")
-        elif self.formula:
-            lines.append(f"    default: {self.formula}")
+        elif self.key.derived:
+            lines.append(f"    default: {self.key.derived}")
         else:
             lines.append(f"    default: {default_text(self.key)}")
         return "\n".join(lines)
@@ -75,7 +70,7 @@ class Explanation:
             "unit": self.key.unit,
             "default": None if self.key.required else plain_default(self.key),
             "required": self.key.required,
-            "derived": self.formula,
+            "derived": self.key.derived,
             "overridden": [each.to_json() for each in self.lost],
         }
 
