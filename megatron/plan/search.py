@@ -371,10 +371,8 @@ class Question:
     def _fill(self, structure: Candidate, fixed: dict[str, Any], found: Answers) -> float:
         """Add the micro-batches that fit a structure, each with the least recomputation that makes it fit. Return the
         shortest step without a bubble."""
-        least, once = (
-            inf,
-            self.base.training.cuda_graphs or self.base.parallel.async_tensor,
-        )  # runs of a block in a step
+        least = inf
+        once = self.base.training.cuda_graphs or self.base.parallel.async_tensor  # a block runs once a step
         for micro in MICRO_BATCHES:
             sized = replace(structure, micro_batch=micro)
             if micro != fixed.get("micro_batch", micro) or not self._allows(sized):
