@@ -110,7 +110,7 @@ def saved(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in LAYOUTS]
+    "layout", toured(pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in LAYOUTS)
 )
 def test_a_bit_that_flips_in_any_state_is_found_and_its_rank_named(layout: str, tmp_path: Path) -> None:
     ranks, options = LAYOUTS[layout]
@@ -168,7 +168,13 @@ def test_nothing_that_a_run_does_itself_is_taken_for_a_fault(run: str, tmp_path:
 
 @pytest.mark.parametrize(
     "layout",
-    ["zero 1", "zero 3", "tensor", "pipeline", *(pytest.param(f"zero {n}", marks=pytest.mark.slow) for n in (0, 2))],
+    toured([
+        "zero 1",
+        "zero 3",
+        "tensor",
+        "pipeline",
+        *(pytest.param(f"zero {n}", marks=pytest.mark.slow) for n in (0, 2)),
+    ]),
 )
 def test_a_bit_that_flips_in_a_gradient_is_found_and_its_rank_named(layout: str, tmp_path: Path) -> None:
     """In a step that is computed twice. Clipping, by a norm that all ranks share, hides no rank."""

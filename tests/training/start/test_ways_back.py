@@ -100,7 +100,7 @@ OFTEN = ("adamw", "muon", "schedule_free_adamw", "adamw_8bit")
 
 
 @pytest.mark.parametrize(
-    "optimizer", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.slow) for each in WRITTEN]
+    "optimizer", toured(each if each in OFTEN else pytest.param(each, marks=pytest.mark.slow) for each in WRITTEN)
 )
 def test_back_to_the_beginning(optimizer: str, tmp_path: Path) -> None:
     """The optimizer has counted nothing there: its bias corrections begin again."""
@@ -187,7 +187,7 @@ WAYS = ("skip", "rollback", "watch", "stop")
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(each, marks=pytest.mark.slow) if each > 3 else each for each in range(40)]
+    "seed", toured(pytest.param(each, marks=pytest.mark.slow) if each > 3 else each for each in range(40))
 )
 def test_a_drawn_way_back(seed: int, tmp_path: Path) -> None:
     """Any optimizer, average, form of gradients and ZeRO stage. Two ranks."""
@@ -351,7 +351,7 @@ AGAIN = (damaged, from_a_level, forked, imported, on_another_layout, from_elsewh
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(each, marks=pytest.mark.slow) if each > 5 else each for each in range(48)]
+    "seed", toured(pytest.param(each, marks=pytest.mark.slow) if each > 5 else each for each in range(48))
 )
 def test_a_drawn_way_to_begin_again(seed: int, tmp_path: Path) -> None:
     """Files that a run has left somewhere make the run that was never interrupted."""
