@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -97,23 +96,6 @@ class SourceUse:
     tokens: int
     epochs: float  # tokens read, as a multiple of the `available` ones
     available: int  # tokens of the source. 0 for a stream whose tokens are not counted yet.
-
-
-class SampleSet(Protocol):
-    """The plan's interface for a loader."""
-
-    steps: int
-    batches: Batches
-    masked: bool
-
-    def sample(self, number: int) -> Sample: ...
-
-    def uses(self) -> list[SourceUse]: ...
-
-    def warnings(self) -> list[str]: ...
-
-    def document_weights(self) -> dict[str, str]:
-        """For each source with weights of documents, their hash."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +219,7 @@ class SamplePlan:
         return result
 
     def document_weights(self) -> dict[str, str]:
+        """For each source with weights of documents, their hash."""
         hashes = {f"{each.index} {each.name}": each.opened.weights_hash for each in self.sources}
         return {name: hash for name, hash in hashes.items() if hash is not None}
 
@@ -326,3 +309,6 @@ class SyntheticPlan:
 
     def warnings(self) -> list[str]:
         return []
+
+
+SampleSet = SamplePlan | SyntheticPlan

@@ -6,7 +6,6 @@ from megatron.checkpoint.hf.layer_types import ByLayer, RotaryPart
 
 MINISTRAL = Architecture(
     "ministral",
-    "MinistralForCausalLM",
     common.LLAMA_LINKS,
     ByLayer({"attention/mlp": ""}),
     fields=(*common.LLAMA_SIZES, common.HEAD_DIM),

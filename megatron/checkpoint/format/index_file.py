@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, overload
+from typing import overload
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ import xxhash
 from .container import TensorEntry, header, parse_header
 from .durable import read_fully
 from .errors import reading, refuse_checksum, refuse_size, understanding
-from .index import GROUP, Index, Trust, checksum, refuse_strange
+from .index import GROUP, Index, Merged, Trust, checksum, refuse_strange
 from .rankfile import FileRecord
 from .table import ROW, Vocabulary
 
@@ -173,19 +173,9 @@ class IndexSeal:
         return seal
 
 
-class Rows(Protocol):
-    """The rows of an index before they are written."""
-
-    vocabulary: Vocabulary  # tensors and states that the rows refer to
-    groups: np.ndarray  # array of `GROUP`, sorted
-
-    def __len__(self) -> int:
-        """Number of rows."""
-
-
 def write_index(
     write: Callable[[bytes | memoryview], object],
-    index: Rows,
+    index: Merged | Index,
     parts: Iterable[np.ndarray],
     records: Sequence[FileRecord],
 ) -> IndexSeal:

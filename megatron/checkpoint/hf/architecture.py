@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron.config import Config
 from megatron.config.pattern import BlockPattern
@@ -110,27 +111,24 @@ class Uniform(Layers):
 
 
 def listed(model: ModelSection, names: list[str]) -> dict[str, Any]:
-    """Their two lists, of the names of `Mixed`."""
+    """Their two lists, of names of a mixer and a feed-forward network with a space between them."""
     mixers, ffns = zip(*(name.split() for name in names))
     return {"layer_types": list(mixers), "mlp_layer_types": list(ffns)}
 
 
 @dataclass(frozen=True)
-class Mixed(Layers):
-    """Two lists name the mixers and the feed-forward networks. A name of `blocks` is both, with a space between them.
+class Listed(Layers):
+    """Layers whose names in `blocks` a function of the configuration gives.
 
     Attributes:
-        ffns: the second list.
+        listed: the name of each layer.
     """
 
-    settings: Callable[[ModelSection, list[str]], dict[str, Any]] = listed
-    ffns: Callable[[PreTrainedConfig], list[str]] = lambda theirs: theirs.mlp_layer_types
+    listed: Callable[[PreTrainedConfig], list[str]] = lambda theirs: theirs.layer_types
 
     def pattern(self, theirs: PreTrainedConfig) -> str:
         ours = {theirs: block for block, theirs in self.blocks.items()}
-        return runs_of([
-            ours[f"{mixer} {ffn}"] for mixer, ffn in zip(theirs.layer_types, self.ffns(theirs), strict=True)
-        ])
+        return runs_of([ours[name] for name in self.listed(theirs)])
 
 
 def uniform(block: str) -> Uniform:
@@ -209,7 +207,6 @@ class Architecture:
 
     Attributes:
         name: its `model_type`.
-        class_name: of the causal language model.
         links: its tensors and ours.
         layers: its blocks, and how its configuration orders them.
         fields: options that both sides have.
@@ -227,10 +224,10 @@ class Architecture:
         newer: why version 4 of transformers does not give this model's logits. "" if it does.
         older: settings that version 4 reads in addition, from settings of version 5.
         by_layer: settings that `per_layer_config` may give to single layers.
+        own_class: name of its class, of a causal language model, where transformers has none for `name`.
     """
 
     name: str
-    class_name: str
     links: tuple[Link, ...]
     layers: Layers
     fields: tuple[Field, ...]
@@ -247,6 +244,12 @@ class Architecture:
     newer: Callable[[ModelSection], str] = lambda model: ""
     older: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: {}
     by_layer: tuple[str, ...] = ()
+    own_class: str = ""
+
+    @property
+    def class_name(self) -> str:
+        """Name of the class of the causal language model."""
+        return self.own_class or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.name]
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -63,14 +63,14 @@ def architecture_of(config: Config) -> Architecture:
     kind = kind_of(config)
     return Architecture(
         kind,
-        f"a published {kind} file",
         (*_OUTSIDE, *LINKS[kind]),
         uniform(f"{kind}/{kind}_ffn"),
         fields=(),
         fixed={},
         prefix="",
-        buffers=(r"blocks\.0\.att\.v[012]",),
-    )  # unused tensors of the first layer
+        buffers=(r"blocks\.0\.att\.v[012]",),  # unused tensors of the first layer
+        own_class=f"a published {kind} file",
+    )
 
 
 def steps_of(config: Config) -> list[ConversionStep]:

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -132,11 +131,17 @@ class Parcel:
     receiver: int
 
 
-class Courier(Protocol):
-    """Sends files from rank to rank."""
+class Courier:
+    """Sends files from rank to rank over a process group: gloo from the host's memory, NCCL through the device's."""
+
+    def __init__(self, rank: int, device: torch.device | str = "cpu") -> None:
+        self._rank, self._device = rank, torch.device(device)
 
     def carry(self, parcels: Iterable[Parcel], source: Path, target: Path) -> dict[str, OSError]:
         """Send all files. Every rank calls with the same list.
+
+        A rank takes part only in its own parcels, in the order of the list. So pairs of ranks work in parallel, without
+        deadlock.
 
         Args:
             source: folder of this rank's own files.
@@ -145,17 +150,6 @@ class Courier(Protocol):
         Returns:
             This rank's read and write errors, by name. An unreadable file arrives as zeros, which its checksum detects.
         """
-
-
-class GroupCourier:
-    """Over a process group: gloo from the host's memory, NCCL through the device's."""
-
-    def __init__(self, rank: int, device: torch.device | str = "cpu") -> None:
-        self._rank, self._device = rank, torch.device(device)
-
-    def carry(self, parcels: Iterable[Parcel], source: Path, target: Path) -> dict[str, OSError]:
-        """See `Courier`. A rank takes part only in its own parcels, in the order of the list. So pairs of ranks work in
-        parallel, without deadlock."""
         problems: dict[str, OSError] = {}
         for parcel in parcels:
             if self._rank not in (parcel.sender, parcel.receiver):

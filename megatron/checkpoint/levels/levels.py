@@ -20,7 +20,7 @@ from ..format.errors import CheckpointError, StoreRefuses, brief, disk_refuses
 from ..format.fragment import Fragment
 from ..format.manifest import Meta
 from ..read.reader import Checkpoint
-from .hosts import Courier, GroupCourier, Hosts, own_folder
+from .hosts import Courier, Hosts, own_folder
 from .index_exchange import FoundSave, gather
 from .level import KEY, HostPart, Level
 
@@ -93,7 +93,7 @@ class Levels:
         """The levels of a run, None if it has none."""
         if not sections:
             return None
-        courier = GroupCourier(communicator.rank, device) if communicator.size > 1 else None
+        courier = Courier(communicator.rank, device) if communicator.size > 1 else None
         return cls(sections, directory, communicator, courier, insist)
 
     def save(self, number: int, step: int, fragments: Iterable[Fragment], meta: Meta) -> str | None:

@@ -21,7 +21,7 @@ from megatron.data.text_search import document_bounds, in_processes
 from megatron.data.token_file import TokenFile
 from megatron.data.tokenizer import Tokenizer
 
-from .units import TextUnit, Tokens, Words
+from .units import Tokens, Words
 
 FORMS = (("text",), ("context", "continuation"))  # default fields
 BLANK = re.compile(r"\n[ \t]*\n")
@@ -173,7 +173,7 @@ class Scan:
     """The work of a process."""
 
     path: str
-    unit: TextUnit
+    unit: Tokens | Words
     index: NgramIndex
 
     def run(self, begin: int, end: int) -> list[Hits]:
@@ -195,7 +195,7 @@ class Scan:
 
 
 def scan(
-    file: TokenFile, unit: TextUnit, index: NgramIndex, workers: int | None, show: Callable[[int, int], None]
+    file: TokenFile, unit: Tokens | Words, index: NgramIndex, workers: int | None, show: Callable[[int, int], None]
 ) -> Iterator[Hits]:
     """The documents of a token file that have n-grams of an index, in order.
 
@@ -271,7 +271,7 @@ class OverlapSearch:
             raise DataError("--n", f"it must be at least 1, not {n}", "omit it for the published one")
         self.provenance, self.by = provenance, by
         self._sources = provenance.plan.sources
-        self._unit: TextUnit = Words(tokenizer) if by == "words" else Tokens(tokenizer)
+        self._unit: Tokens | Words = Words(tokenizer) if by == "words" else Tokens(tokenizer)
         self._names = [name for name, _ in examples]
         self._numbers = [self._unit.example(text) for _, text in examples]
         self.n = n or (usual_n([len(each) for each in self._numbers]) if by == "words" else TOKENS)

@@ -6,7 +6,6 @@ import re
 import string
 import sys
 import unicodedata
-from abc import ABC, abstractmethod
 from functools import cache
 
 import numpy as np
@@ -30,26 +29,12 @@ def words(text: str) -> list[str]:
     return text.lower().translate(_punctuation()).split()
 
 
-class TextUnit(ABC):
-    """A way to turn texts and documents into numbers."""
+class Tokens:
+    """Token ids, compared as they are.
 
-    largest: int  # the largest number in an example
-
-    @abstractmethod
-    def example(self, text: str) -> np.ndarray:
-        """The numbers of an example, int32, with new numbers for new units."""
-
-    @abstractmethod
-    def document(self, ids: np.ndarray) -> np.ndarray:
-        """The numbers of a document of token ids, int32, 0 for units of no example."""
-
-    @abstractmethod
-    def spans(self, ids: np.ndarray, places: np.ndarray, n: int) -> np.ndarray:
-        """The tokens of the n units from each position: int64 [places, 2], first and one past the last."""
-
-
-class Tokens(TextUnit):
-    """Token ids, compared as they are."""
+    Attributes:
+        largest: the largest number in an example.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -57,6 +42,7 @@ class Tokens(TextUnit):
         self.largest = 0
 
     def example(self, text: str) -> np.ndarray:
+        """The numbers of an example, int32, with new numbers for new units."""
         ids = np.array(self._tokenizer.encode(text), np.int64)
         new = np.unique(ids[self._numbers[ids] == 0])
         self._numbers[new] = np.arange(1, len(new) + 1) + self.largest
@@ -64,22 +50,24 @@ class Tokens(TextUnit):
         return self._numbers[ids]
 
     def document(self, ids: np.ndarray) -> np.ndarray:
+        """The numbers of a document of token ids, int32, 0 for units of no example."""
         known = (ids >= 0) & (ids < len(self._numbers))  # a padded vocabulary has more
         return np.where(known, self._numbers[np.where(known, ids, 0)], 0).astype(np.int32)
 
     def spans(self, ids: np.ndarray, places: np.ndarray, n: int) -> np.ndarray:
+        """The tokens of the n units from each position: int64 [places, 2], first and one past the last."""
         return np.stack([places, places + n], axis=1)
 
 
-class Words(TextUnit):
-    """Words of the text of tokens, for any cut into tokens."""
+class Words:
+    """Words of the text of tokens, for any cut into tokens. Its methods are those of `Tokens`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._numbers = tokenizer, dict[str, int]()
         self._table: list[bytes] | None = None
 
     @property
-    def largest(self) -> int:  # type: ignore[override]
+    def largest(self) -> int:
         return len(self._numbers)
 
     def open(self, file: TokenFile) -> None:

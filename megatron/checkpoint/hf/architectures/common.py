@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from transformers import PreTrainedConfig
 
 from megatron.kinds.attention import hf as attention
 from megatron.kinds.common.links import Link
 from megatron.kinds.mlp import hf as mlp
 
-from ..architecture import Architecture, ConfigPart, Field, Layers, Mixed, uniform
+from ..architecture import Architecture, ConfigPart, Field, Layers, Listed, listed, uniform
 from ..layer_types import RotaryPart
 
 OURS, THEIRS = "layers.{n}", "model.layers.{n}"
@@ -108,7 +111,6 @@ def norms(mixer: str, ffn: str) -> tuple[Link, ...]:
 
 def dense(
     name: str,
-    class_name: str,
     links: tuple[Link, ...],
     layers: Layers | None = None,
     *,
@@ -125,15 +127,27 @@ def dense(
         fixed: values in addition to `LLAMA_FIXED`, or in their place.
     """
     layers, values = layers or uniform("attention/mlp"), LLAMA_FIXED | (fixed or {})
-    return Architecture(name, class_name, links, layers, (*LLAMA_SIZES, *more), values, parts=parts, **others)
+    return Architecture(name, links, layers, (*LLAMA_SIZES, *more), values, parts=parts, **others)
 
 
-def mixed(mixers: dict[str, str], **others: Any) -> Mixed:
-    """Layers with any of these mixers (ours -> theirs) and an MLP ("dense") or experts ("sparse")."""
-    ffns = {"moe": "sparse", "mlp": "dense"}
-    blocks = {f"{ours}/{ffn}": f"{theirs} {ffns[ffn]}" for ours, theirs in mixers.items() for ffn in ffns}
-    first = next(iter(mixers))
-    return Mixed(blocks, needed=tuple(f"{first}/{ffn}" for ffn in ffns), **others)
+def mixed(
+    mixers: dict[str, str],
+    ffns: Callable[[PreTrainedConfig], list[str]] = lambda theirs: theirs.mlp_layer_types,
+    **others: Any,
+) -> Listed:
+    """Layers with any of these mixers (ours -> theirs) and an MLP ("dense") or experts ("sparse").
+
+    Args:
+        ffns: gives their name of each layer's feed-forward network.
+    """
+    kinds = {"moe": "sparse", "mlp": "dense"}
+    blocks = {f"{ours}/{ffn}": f"{theirs} {kinds[ffn]}" for ours, theirs in mixers.items() for ffn in kinds}
+
+    def names(theirs: PreTrainedConfig) -> list[str]:
+        return list(map(" ".join, zip(theirs.layer_types, ffns(theirs), strict=True)))
+
+    needed = tuple(f"{next(iter(mixers))}/{ffn}" for ffn in kinds)
+    return Listed(blocks, needed=needed, listed=names, **{"settings": listed, **others})
 
 
 PRE_NORMS = norms("input_layernorm", "post_attention_layernorm")

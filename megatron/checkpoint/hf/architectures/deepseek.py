@@ -16,7 +16,7 @@ from megatron.kinds.mla import hf as mla
 from megatron.kinds.mla.options import yarn_multiplier
 from megatron.kinds.moe import hf as moe
 
-from ..architecture import Architecture, Field, Found, Functions, Layers, runs_of
+from ..architecture import Architecture, Field, Found, Functions, Listed
 from ..layer_types import RotaryPart, rope_parameters, rope_values
 from . import common
 
@@ -31,14 +31,10 @@ CORRECTION = Link(f"{moe.OURS}.router.correction", f"{_MOE}.gate.e_score_correct
 _LINKS = (common.EMBEDDING, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS, *mla.mixer(_ATTENTION), *FFNS)
 
 
-@dataclass(frozen=True)
-class FirstDense(Layers):
+def first_dense(theirs: PreTrainedConfig) -> list[str]:
     """An MLP in the first `first_k_dense_replace` layers ("dense"), experts in the others ("sparse")."""
-
-    def pattern(self, theirs: PreTrainedConfig) -> str:
-        ours = {theirs: block for block, theirs in self.blocks.items()}
-        count, dense = theirs.num_hidden_layers, theirs.first_k_dense_replace or 0
-        return runs_of([ours["dense" if index < dense else "sparse"] for index in range(count)])
+    dense = theirs.first_k_dense_replace or 0
+    return ["dense" if index < dense else "sparse" for index in range(theirs.num_hidden_layers)]
 
 
 def dense_layers(_model: ModelSection, kinds: list[str]) -> dict[str, Any]:
@@ -67,8 +63,9 @@ def _copied(name: str, saved: Collection[str]) -> str | None:
     return "model.embed_tokens.weight" if source == "lm_head.weight" and source not in saved else source
 
 
-_LAYERS = FirstDense(
+_LAYERS = Listed(
     {"mla/moe": "sparse", "mla/mlp": "dense"},
+    listed=first_dense,
     settings=dense_layers,
     links=queries,
     source=_copied,
@@ -198,7 +195,6 @@ def _newer_v2(model: ModelSection) -> str:
 
 DEEPSEEK_V2 = Architecture(
     "deepseek_v2",
-    "DeepseekV2ForCausalLM",
     _LINKS,
     _LAYERS,
     fields=_FIELDS,
@@ -210,7 +206,6 @@ DEEPSEEK_V2 = Architecture(
 
 DEEPSEEK_V3 = Architecture(
     "deepseek_v3",
-    "DeepseekV3ForCausalLM",
     (*_LINKS, *_FURTHER, CORRECTION),
     _LAYERS,
     fields=(*_FIELDS, *V3_FIELDS),
@@ -226,20 +221,15 @@ DEEPSEEK_V3 = Architecture(
 # -- GLM-4.7-Flash: DeepSeek-V3 with a list of its feed-forward networks -----------------------------------------------
 
 
-@dataclass(frozen=True)
-class _ListedFFNs(Layers):
-    def pattern(self, theirs: PreTrainedConfig) -> str:
-        ours = {theirs: block for block, theirs in self.blocks.items()}
-        return runs_of([ours[kind] for kind in theirs.mlp_layer_types])
-
-
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     name="glm4_moe_lite",
-    class_name="Glm4MoeLiteForCausalLM",
     links=(*_LINKS, CORRECTION),
-    layers=_ListedFFNs(
-        _LAYERS.blocks, settings=lambda model, names: {"mlp_layer_types": names}, links=queries, needed=_LAYERS.needed
+    layers=replace(
+        _LAYERS,
+        listed=lambda theirs: theirs.mlp_layer_types,
+        settings=lambda model, names: {"mlp_layer_types": names},
+        source=lambda name, saved: None,
     ),
     parts=_PARTS,
     further_block="",
@@ -259,10 +249,10 @@ def _glm_norms(ours: Collection[str]) -> tuple[Link, ...]:
 
 GLM4_MOE = Architecture(
     "glm4_moe",
-    "Glm4MoeForCausalLM",
     (common.EMBEDDING, *common.LLAMA_ATTENTION, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS, *FFNS, CORRECTION),
-    FirstDense(
+    Listed(
         {"attention/moe": "sparse", "attention/mlp": "dense"},
+        listed=first_dense,
         settings=dense_layers,
         links=_glm_norms,
         needed=("attention/moe",),
@@ -295,7 +285,6 @@ _SPARSE = (
 )
 DEEPSEEK_V32 = Architecture(
     "deepseek_v32",
-    "DeepseekV32ForCausalLM",
     (*_SPARSE, *mla.indexer(f"{_ATTENTION}.indexer")),
     common.mixed({"dsa": "indexed_attention"}),
     fields=(*(*common.STREAM, common.TIED, common.rms_norm(), *MOE_FIELDS), *_DSA, *V3_FIELDS),
@@ -325,7 +314,6 @@ def _read_indexers(theirs: PreTrainedConfig) -> Found:
 GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
     name="glm_moe_dsa",
-    class_name="GlmMoeDsaForCausalLM",
     links=(*_SPARSE, *mla.indexer(f"{_ATTENTION}.indexer", pairs=True)),
     parts=(*DEEPSEEK_V32.parts, Functions(_read_indexers)),
 )

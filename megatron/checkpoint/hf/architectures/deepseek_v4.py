@@ -158,7 +158,6 @@ _RENAMED = (  # of modules in memory, and of files of DeepSeek's own
 
 DEEPSEEK_V4 = Architecture(
     "deepseek_v4",
-    "DeepseekV4ForCausalLM",
     (
         *(common.EMBEDDING, common.FINAL_NORM, Link("head", "head"), *common.norms("attn_norm", "ffn_norm")),
         *csa.mixer(f"{_LAYER}.attn"),

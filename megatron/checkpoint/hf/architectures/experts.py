@@ -14,7 +14,7 @@ from megatron.kinds.common.links import Link
 from megatron.kinds.lightning import hf as lightning
 from megatron.kinds.moe import hf as moe
 
-from ..architecture import Architecture, Field, Found, Functions, Layers, runs_of, uniform
+from ..architecture import Architecture, Field, Found, Functions, Layers, Listed, uniform
 from ..layer_types import ByLayer, RotaryPart, WindowPart, mixers_of, rope_parameters, rope_values, window_settings
 from . import common
 
@@ -29,7 +29,6 @@ def _router(theirs: str) -> Link:
 _MIXTRAL_MOE = f"{common.THEIRS}.block_sparse_moe"
 MIXTRAL = Architecture(
     "mixtral",
-    "MixtralForCausalLM",
     (*_MIXER, _router(_MIXTRAL_MOE), *moe.experts(f"{_MIXTRAL_MOE}.experts", "w1", "w3", "w2")),
     uniform("attention/moe"),
     fields=(*common.experts("intermediate_size", "num_local_experts"), common.HEAD_DIM),
@@ -67,7 +66,6 @@ def _listed(model: ModelSection, names: list[str]) -> dict[str, Any]:
 
 MINIMAX = Architecture(
     "minimax",
-    "MiniMaxForCausalLM",
     (
         *(*_MIXER, *lightning.mixer(f"{common.THEIRS}.self_attn"), _router(_MIXTRAL_MOE)),
         *moe.experts(f"{_MIXTRAL_MOE}.experts", "w1", "w3", "w2"),
@@ -89,7 +87,6 @@ MINIMAX = Architecture(
 
 MINIMAX_M2 = Architecture(
     "minimax_m2",
-    "MiniMaxM2ForCausalLM",
     (
         *(*_MIXER, *common.QK_NORMS, _router(_MIXTRAL_MOE)),
         *moe.experts(f"{_MIXTRAL_MOE}.experts", "w1", "w3", "w2"),
@@ -110,7 +107,6 @@ MINIMAX_M2 = Architecture(
 MLP_MOE = (_router(f"{common.THEIRS}.mlp"), *moe.experts(f"{common.THEIRS}.mlp.experts"))
 OLMOE = Architecture(
     "olmoe",
-    "OlmoeForCausalLM",
     (*_MIXER, *common.QK_NORMS, *MLP_MOE),
     uniform("attention/moe"),
     fields=(*common.experts("intermediate_size", "num_experts"), _NORMALIZE, *common.ATTENTION_BIASES),
@@ -123,7 +119,6 @@ OLMOE = Architecture(
 
 GPT_OSS = Architecture(
     "gpt_oss",
-    "GptOssForCausalLM",
     (
         *_MIXER,
         Link(f"{common.OURS}.attention.sinks", f"{common.THEIRS}.self_attn.sinks", suffixes=("",)),
@@ -158,19 +153,12 @@ def sparse(theirs: PreTrainedConfig) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class _Sparse(Layers):
-    def pattern(self, theirs: PreTrainedConfig) -> str:
-        ours = {theirs: block for block, theirs in self.blocks.items()}
-        return runs_of([ours[ffn] for ffn in sparse(theirs)])
-
-
 def sparse_settings(_model: ModelSection, kinds: list[str]) -> dict[str, Any]:
     """Their settings, from "dense" or "sparse" for each layer."""
     return {"decoder_sparse_step": 1, "mlp_only_layers": [index for index, kind in enumerate(kinds) if kind == "dense"]}
 
 
-_SPARSE = _Sparse({"attention/moe": "sparse", "attention/mlp": "dense"}, settings=sparse_settings)
+_SPARSE = Listed({"attention/moe": "sparse", "attention/mlp": "dense"}, settings=sparse_settings, listed=sparse)
 QWEN = (
     *common.experts("moe_intermediate_size", "num_experts"),
     _NORMALIZE,
@@ -183,7 +171,6 @@ _QWEN_FIXED = {**common.MOE_FIXED, **common.options("mlp", gated=True, bias=Fals
 
 QWEN2_MOE = Architecture(
     "qwen2_moe",
-    "Qwen2MoeForCausalLM",
     (*_MIXER, *MLP_MOE, *common.LLAMA_MLP, *SHARED),
     _SPARSE,
     fields=(*QWEN, SHARED_SIZE, Field("attention.qkv_bias", "qkv_bias")),
@@ -199,7 +186,6 @@ QWEN2_MOE = Architecture(
 
 QWEN3_MOE = Architecture(
     "qwen3_moe",
-    "Qwen3MoeForCausalLM",
     (*_MIXER, *common.QK_NORMS, *MLP_MOE, *common.LLAMA_MLP),
     _SPARSE,
     fields=(*QWEN, Field("attention.head_dim", "head_dim", optional=True), *common.ATTENTION_BIASES),
@@ -299,7 +285,6 @@ def _zaya_settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
 
 ZAYA = Architecture(
     "zaya",
-    "ZayaForCausalLM",
     _ZAYA_LINKS,
     _Zaya({"cca/moe": _FULL}, _zaya_values, _zaya_settings),
     fields=_ZAYA_FIELDS,

@@ -41,7 +41,6 @@ def _more_gemma(theirs: PreTrainedConfig) -> dict[str, Any]:
 
 GEMMA = common.dense(
     "gemma",
-    "GemmaForCausalLM",
     common.LLAMA_LINKS,
     more=(common.HEAD_DIM, *common.ATTENTION_BIASES),
     fixed={"norm.unit_offset": True, "mlp.bias": False},
@@ -51,7 +50,6 @@ GEMMA = common.dense(
 
 GEMMA2 = Architecture(
     "gemma2",
-    "Gemma2ForCausalLM",
     _GEMMA_LINKS,
     ByLayer({"attention/mlp": ""}, more=_more_gemma),
     fields=(*_GEMMA_FIELDS, Field("attention.softcap", "attn_logit_softcapping")),
@@ -73,7 +71,6 @@ def _older_gemma3(settings: dict[str, Any]) -> dict[str, Any]:
 
 GEMMA3 = Architecture(
     "gemma3_text",
-    "Gemma3ForCausalLM",
     (*_GEMMA_LINKS, *common.QK_NORMS),
     ByLayer({"attention/mlp": ""}, ropes=True, more=_more_gemma),
     fields=_GEMMA_FIELDS,
@@ -222,7 +219,6 @@ _BLOCKS = ("attention/mlp", "attention/moe")
 _BY_LAYER = ("attention.head_dim", "attention.kv_heads", "attention.scale")
 GEMMA4 = Architecture(
     "gemma4_text",
-    "Gemma4ForCausalLM",
     (
         *(*_GEMMA_LINKS, *common.QK_NORMS, *_GEMMA4_EXPERTS),
         Link(f"{common.OURS}.attention.key", f"{common.THEIRS}.self_attn.k_proj"),

@@ -15,7 +15,6 @@ _MIXER, _MOE = f"{common.THEIRS}.self_attn", f"{common.THEIRS}.block_sparse_moe"
 
 KIMI_LINEAR = Architecture(
     "kimi_linear",
-    "KimiLinearForCausalLM",
     (
         *(common.EMBEDDING, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS, *common.LLAMA_MLP),
         *(*mla.mixer(_MIXER), *gated_delta.kimi(_MIXER)),

@@ -41,7 +41,6 @@ def _older_neox(settings: dict[str, Any]) -> dict[str, Any]:
 
 GPT_NEOX = Architecture(
     "gpt_neox",
-    "GPTNeoXForCausalLM",
     (
         Link("embedding.tokens", "gpt_neox.embed_in"),
         Link(f"{_OURS}.mixer_norm", f"{_NEOX}.input_layernorm"),
@@ -76,7 +75,6 @@ def _gpt2_positions(config: Config) -> dict[str, Any]:
 
 GPT2 = Architecture(
     "gpt2",
-    "GPT2LMHeadModel",
     (
         Link("embedding.tokens", "transformer.wte"),
         Link("embedding.positions", "transformer.wpe"),
@@ -125,7 +123,6 @@ _COHERE_FIXED = {**_SHARED_NORM, "norm.bias": False, **common.options("mlp", gat
 
 COHERE = Architecture(
     "cohere",
-    "CohereForCausalLM",
     _COHERE,
     uniform(_BLOCK),
     fields=_COHERE_FIELDS,
@@ -152,15 +149,12 @@ class _NearTurned(Layers):
         return window_settings(mixers_of(config.model))
 
 
-COHERE2 = replace(
-    COHERE, name="cohere2", class_name="Cohere2ForCausalLM", layers=_NearTurned({_BLOCK: ""}), required={}
-)
+COHERE2 = replace(COHERE, name="cohere2", layers=_NearTurned({_BLOCK: ""}), required={})
 
 # -- norms of each branch's own ----------------------------------------------------------------------------------------
 
 STARCODER2 = Architecture(
     "starcoder2",
-    "Starcoder2ForCausalLM",
     (
         *(common.EMBEDDING, *common.LLAMA_ATTENTION, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS),
         *mlp.plain(f"{common.THEIRS}.mlp.c_fc", f"{common.THEIRS}.mlp.c_proj"),
@@ -177,7 +171,6 @@ STARCODER2 = Architecture(
 
 NEMOTRON = Architecture(
     "nemotron",
-    "NemotronForCausalLM",
     (
         *(common.EMBEDDING, *common.LLAMA_ATTENTION, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS),
         *mlp.plain(f"{common.THEIRS}.mlp.up_proj", f"{common.THEIRS}.mlp.down_proj"),
@@ -192,7 +185,6 @@ NEMOTRON = Architecture(
 _SHARED = Functions(lambda theirs: ({"residual.shared_norm": theirs.use_parallel_residual}, []))
 STABLELM = Architecture(
     "stablelm",
-    "StableLmForCausalLM",
     (common.EMBEDDING, *common.LLAMA_ATTENTION, *common.LLAMA_MLP, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS),
     uniform(_BLOCK),
     fields=(*_SIZES, _EPSILON, Field("attention.qkv_bias", "use_qkv_bias"), PARALLEL),
@@ -207,7 +199,6 @@ _BIASED_HEAD = {**_SHARED_NORM, **common.options("mlp", gated=False, bias=True),
 
 PHI = Architecture(
     "phi",
-    "PhiForCausalLM",
     (
         *(common.EMBEDDING, *common.LLAMA_ATTENTION[:2], common.HEAD),
         Link(f"{common.OURS}.attention.output", f"{common.THEIRS}.self_attn.dense"),
@@ -239,7 +230,6 @@ _GPTJ = "transformer.h.{n}"
 _QUERY, _KEY_VALUE, _ = attention.separate(f"{_GPTJ}.attn", query=attention.pairs, key_value=attention.pairs_and_values)
 GPTJ = Architecture(
     "gptj",
-    "GPTJForCausalLM",
     (
         *(Link("embedding.tokens", "transformer.wte"), _QUERY, _KEY_VALUE, common.HEAD),
         Link(f"{common.OURS}.attention.output", f"{_GPTJ}.attn.out_proj"),

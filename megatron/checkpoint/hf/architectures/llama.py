@@ -22,37 +22,26 @@ _BLOCK = "attention/mlp"
 _BIASES = (*common.ATTENTION_BIASES, common.MLP_BIAS)
 _QKV_ONLY = {"attention.output_bias": False, "mlp.bias": False}
 
-LLAMA = common.dense("llama", "LlamaForCausalLM", common.LLAMA_LINKS, more=(common.HEAD_DIM, *_BIASES))
+LLAMA = common.dense("llama", common.LLAMA_LINKS, more=(common.HEAD_DIM, *_BIASES))
 
 MISTRAL = common.dense(
-    "mistral",
-    "MistralForCausalLM",
-    common.LLAMA_LINKS,
-    more=(common.HEAD_DIM,),
-    fixed=common.NO_BIAS,
-    parts=(RotaryPart(), WindowPart()),
+    "mistral", common.LLAMA_LINKS, more=(common.HEAD_DIM,), fixed=common.NO_BIAS, parts=(RotaryPart(), WindowPart())
 )
 
-QWEN2 = common.dense(
-    "qwen2", "Qwen2ForCausalLM", common.LLAMA_LINKS, windowed(_BLOCK), fixed={"attention.qkv_bias": True, **_QKV_ONLY}
-)
+QWEN2 = common.dense("qwen2", common.LLAMA_LINKS, windowed(_BLOCK), fixed={"attention.qkv_bias": True, **_QKV_ONLY})
 
 QWEN3 = common.dense(
     "qwen3",
-    "Qwen3ForCausalLM",
     common.LLAMA_LINKS + common.QK_NORMS,
     windowed(_BLOCK),
     more=(common.HEAD_DIM, *common.ATTENTION_BIASES),
     fixed={"attention.qk_norm": "head", "mlp.bias": False},
 )
 
-SMOLLM3 = common.dense(
-    "smollm3", "SmolLM3ForCausalLM", common.LLAMA_LINKS, ByLayer({_BLOCK: ""}, unturned=True), more=_BIASES
-)
+SMOLLM3 = common.dense("smollm3", common.LLAMA_LINKS, ByLayer({_BLOCK: ""}, unturned=True), more=_BIASES)
 
 SEED_OSS = common.dense(
     "seed_oss",
-    "SeedOssForCausalLM",
     common.LLAMA_LINKS,
     more=(common.HEAD_DIM, common.QKV_BIAS, Field("attention.output_bias", "attention_out_bias"), common.MLP_BIAS),
 )
@@ -61,7 +50,6 @@ _ACT_FN = f"{common.THEIRS}.mlp.act_fn"
 _UNGATED = mlp.plain(f"{common.THEIRS}.mlp.up_proj", f"{common.THEIRS}.mlp.down_proj")
 ARCEE = common.dense(
     "arcee",
-    "ArceeForCausalLM",
     (common.EMBEDDING, *common.LLAMA_ATTENTION, *_UNGATED, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS),
     more=(common.HEAD_DIM, *_BIASES),
     fixed={"mlp.gated": False},
@@ -69,7 +57,6 @@ ARCEE = common.dense(
 
 _APERTUS = common.dense(
     "apertus",
-    "ApertusForCausalLM",
     (
         *(common.EMBEDDING, *common.LLAMA_ATTENTION, *common.QK_NORMS, *_UNGATED, common.FINAL_NORM, common.HEAD),
         *(*common.norms("attention_layernorm", "feedforward_layernorm"), *mlp.trained_curve(_ACT_FN)),
@@ -82,7 +69,6 @@ APERTUS = replace(_APERTUS, fields=(*(each for each in _APERTUS.fields if each.o
 
 GRANITE = common.dense(
     "granite",
-    "GraniteForCausalLM",
     common.LLAMA_LINKS,
     more=(
         *_BIASES,
@@ -97,7 +83,6 @@ GRANITE = common.dense(
 
 _OLMO = common.dense(
     "olmo",
-    "OlmoForCausalLM",
     (common.EMBEDDING, *common.LLAMA_ATTENTION, *common.LLAMA_MLP, common.HEAD),
     more=common.ATTENTION_BIASES,
     fixed={**common.options("norm", type="nonparametric", epsilon=1e-5), "mlp.bias": False},  # both in its class
@@ -107,7 +92,6 @@ OLMO = replace(_OLMO, fields=tuple(field for field in _OLMO.fields if field.ours
 
 OLMO2 = common.dense(
     "olmo2",
-    "Olmo2ForCausalLM",
     common.LLAMA_COMMON + common.POST_NORMS + common.QK_NORMS,
     more=common.ATTENTION_BIASES,
     fixed={"residual.norm": "post", "attention.qk_norm": "full", "mlp.bias": False},
@@ -124,7 +108,6 @@ def _newer_olmo3(model: ModelSection) -> str:
 OLMO3 = replace(
     OLMO2,
     name="olmo3",
-    class_name="Olmo3ForCausalLM",
     layers=ByLayer({_BLOCK: ""}, ropes=True),
     parts=(),
     buffers=(r".*rotary_emb\..*",),
@@ -143,7 +126,6 @@ _QKV, _OUTPUT = attention.joined(f"{common.THEIRS}.self_attn.qkv_proj", f"{commo
 _GATE_UP, _DOWN = mlp.gate_up_joined(f"{common.THEIRS}.mlp")
 PHI3 = common.dense(
     "phi3",
-    "Phi3ForCausalLM",
     (common.EMBEDDING, _OUTPUT, _DOWN, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS, _QKV, _GATE_UP),
     fixed=common.NO_BIAS,
     parts=(RotaryPart(partial=True), WindowPart()),
@@ -156,14 +138,12 @@ _QUERY, _KEY_VALUE, _ = common.INTERLEAVED_ATTENTION
 _INTERLEAVED = (common.EMBEDDING, *common.INTERLEAVED_ATTENTION, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS)
 ERNIE4_5 = common.dense(
     "ernie4_5",
-    "Ernie4_5ForCausalLM",
     (*_INTERLEAVED, *common.LLAMA_MLP),
     more=(common.HEAD_DIM, *(Field(key, "use_bias") for key in common.NO_BIAS)),
 )
 
 HELIUM = common.dense(
     "helium",
-    "HeliumForCausalLM",
     (*_INTERLEAVED, *common.LLAMA_MLP),
     more=(common.HEAD_DIM, common.QKV_BIAS, common.MLP_BIAS),
     fixed={"attention.output_bias": False},
@@ -171,7 +151,6 @@ HELIUM = common.dense(
 
 GLM = common.dense(
     "glm",
-    "GlmForCausalLM",
     (*_INTERLEAVED, _GATE_UP, _DOWN),
     more=(common.HEAD_DIM, common.QKV_BIAS),
     fixed=_QKV_ONLY,
@@ -180,7 +159,6 @@ GLM = common.dense(
 
 GLM4 = common.dense(
     "glm4",
-    "Glm4ForCausalLM",
     (
         *(common.EMBEDDING, _OUTPUT, _DOWN, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS, _QUERY, _KEY_VALUE),
         Link(f"{common.OURS}.mixer_output_norm", f"{common.THEIRS}.post_self_attn_layernorm"),
@@ -246,7 +224,6 @@ def _hybrid_links(ours: Collection[str]) -> tuple[Link, ...]:
 
 OLMO_HYBRID = Architecture(
     "olmo_hybrid",
-    "OlmoHybridForCausalLM",
     common.LLAMA_COMMON + common.QK_NORMS,
     Layers(
         {"gated_delta/mlp": "linear_attention", "attention/mlp": "full_attention"},

@@ -52,7 +52,6 @@ STEPS = {"time_step_low": "time_step_min", "time_step_high": "time_step_max", "t
 
 MAMBA = Architecture(
     "mamba",
-    "MambaForCausalLM",
     (*_COMMON, *mamba.mixer(f"{_THEIRS}.mixer")),
     uniform("mamba"),
     fields=(*_state_space("mamba"), Field("mamba.rank", "time_step_rank")),
@@ -86,7 +85,6 @@ def _newer_groups(model: ModelSection) -> str:
 
 MAMBA2 = Architecture(
     "mamba2",
-    "Mamba2ForCausalLM",
     (*_COMMON, *mamba.mixer2(f"{_THEIRS}.mixer")),
     uniform("mamba2"),
     fields=(*_state_space("mamba2"), Field("mamba2.groups", "n_groups"), Field("mamba2.head_dim", "head_dim")),
@@ -132,7 +130,6 @@ def _newer_bamba(model: ModelSection) -> str:
 
 BAMBA = common.dense(
     "bamba",
-    "BambaForCausalLM",
     (
         common.EMBEDDING,
         Link("final_norm", "model.final_layernorm"),
@@ -190,7 +187,6 @@ def _every(chosen: list[bool]) -> tuple[int, int]:
 
 JAMBA = Architecture(
     "jamba",
-    "JambaForCausalLM",
     (
         common.EMBEDDING,
         Link(f"{common.OURS}.mixer_norm", f"{common.THEIRS}.input_layernorm"),
@@ -270,7 +266,6 @@ def _write_falcon(config: Config) -> dict[str, Any]:
 
 FALCON_H1 = common.dense(
     "falcon_h1",
-    "FalconH1ForCausalLM",
     (
         common.EMBEDDING,
         *common.norms("input_layernorm", "pre_ff_layernorm"),
@@ -359,7 +354,6 @@ _NEMOTRON_FIELDS = (
 
 NEMOTRON_H = Architecture(
     "nemotron_h",
-    "NemotronHForCausalLM",
     _NEMOTRON_LINKS,
     Layers(
         {"mamba2": "linear_attention", "attention": "full_attention", "mlp": "mlp", "moe": "moe"},

@@ -53,7 +53,6 @@ def _layers(ffn: str) -> Layers:
 
 QWEN3_NEXT = Architecture(
     "qwen3_next",
-    "Qwen3NextForCausalLM",
     (*_COMMON, *gated_delta.qwen(_THEIRS, joined=True), *common.LLAMA_MLP, *MLP_MOE, *SHARED),
     common.mixed(_MIXERS, settings=_settings, ffns=sparse),
     fields=(*QWEN, SHARED_SIZE, *_ATTENTION, *_DELTA),
@@ -75,7 +74,6 @@ class _TextRotary(RotaryPart):
 QWEN3_5 = replace(
     QWEN3_NEXT,
     name="qwen3_5_text",
-    class_name="Qwen3_5ForCausalLM",
     links=(*_COMMON, *gated_delta.qwen(_THEIRS, joined=False), *common.LLAMA_MLP),
     layers=_layers("mlp"),
     fields=(*common.LLAMA_SIZES, *_ATTENTION, *_DELTA),
@@ -87,7 +85,6 @@ QWEN3_5 = replace(
 QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe_text",
-    class_name="Qwen3_5MoeForCausalLM",
     links=(*_COMMON, *gated_delta.qwen(_THEIRS, joined=False), *MLP_MOE, *SHARED),
     layers=_layers("moe"),
     fields=(*common.experts("moe_intermediate_size", "num_experts"), SHARED_SIZE, *_ATTENTION, *_DELTA),

@@ -28,7 +28,6 @@ def _write(config: Config) -> dict[str, Any]:
 
 RWKV = Architecture(
     "rwkv",
-    "RwkvForCausalLM",
     (
         Link("embedding.tokens", "rwkv.embeddings"),
         Link("embedding.norm", "rwkv.blocks.0.pre_ln"),

@@ -93,7 +93,6 @@ def _zamba_links(ours: Collection[str]) -> tuple[Link, ...]:
 
 ZAMBA = Architecture(
     "zamba",
-    "ZambaForCausalLM",
     _ENDS,
     Layers(
         {"mamba+shared_attention": "hybrid", "mamba": "linear_attention"},
@@ -164,7 +163,6 @@ def _zamba2_links(ours: Collection[str]) -> tuple[Link, ...]:
 
 ZAMBA2 = Architecture(
     "zamba2",
-    "Zamba2ForCausalLM",
     _ENDS,
     Layers(
         {"mamba2+shared_attention": "hybrid", "mamba2": "linear_attention"},
