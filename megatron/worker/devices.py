@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 # In the order in which they count: HIP takes HIP_VISIBLE_DEVICES before CUDA_VISIBLE_DEVICES, and either of them counts
 # within what ROCR_VISIBLE_DEVICES, a level below, has left over.
@@ -89,21 +91,30 @@ def visibility(slots: tuple[int, ...], environment: Mapping[str, str], device: s
     return {name: ",".join(names[slot] for slot in slots), **order}  # the driver's order, in which cores are searched
 
 
-def nvidia_buses() -> list[str]:
-    """PCI bus identifiers of the NVIDIA devices of this machine, in index order, from the driver's library."""
+@contextmanager
+def nvidia_library() -> Iterator[ctypes.CDLL | None | Literal[False]]:
+    """The library of NVIDIA's driver. None where there is none, False where it does not work."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return []
+        yield None
+        return
     if library.nvmlInit_v2() != 0:
-        return []
+        yield False
+        return
     try:
-        number = ctypes.c_uint()
-        if library.nvmlDeviceGetCount_v2(ctypes.byref(number)) != 0:
-            return []
-        return [_nvidia_bus(library, index) for index in range(number.value)]
+        yield library
     finally:
         library.nvmlShutdown()
+
+
+def nvidia_buses() -> list[str]:
+    """PCI bus identifiers of the NVIDIA devices of this machine, in index order, from the driver's library."""
+    number = ctypes.c_uint()
+    with nvidia_library() as library:
+        if not library or library.nvmlDeviceGetCount_v2(ctypes.byref(number)) != 0:
+            return []
+        return [_nvidia_bus(library, index) for index in range(number.value)]
 
 
 def name_of_first(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -112,19 +123,11 @@ def name_of_first(environment: Mapping[str, str] = os.environ) -> str | None:
     seen = physical(environment) if vendor() == "nvidia" else []
     if not seen or not seen[0].isdigit():
         return None
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    if library.nvmlInit_v2() != 0:
-        return None
-    try:
-        handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-        if library.nvmlDeviceGetHandleByIndex_v2(int(seen[0]), ctypes.byref(handle)) != 0:
+    handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    with nvidia_library() as library:
+        if not library or library.nvmlDeviceGetHandleByIndex_v2(int(seen[0]), ctypes.byref(handle)) != 0:
             return None
         return text.value.decode(errors="replace") if library.nvmlDeviceGetName(handle, text, 96) == 0 else None
-    finally:
-        library.nvmlShutdown()
 
 
 class _PciInfo(ctypes.Structure):

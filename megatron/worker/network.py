@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import ipaddress
 import socket
-import struct
 from dataclasses import dataclass
-from pathlib import Path
 
-_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+import psutil
+
 LOOKED_UP = 16  # hosts whose names are resolved: an unknown name may take seconds
 _VIRTUAL = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "kube", "tunl")
 
@@ -30,31 +28,15 @@ class Address:
 
 def addresses() -> list[Address]:
     """This machine's addresses, IPv4 before IPv6, without link-local ones."""
-    return [each for each in _ipv4() + _ipv6() if not ipaddress.ip_address(each.address).is_link_local]
-
-
-def _ipv4() -> list[Address]:
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                address = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24]
-                mask = fcntl.ioctl(any_socket, _SIOCGIFNETMASK, request)[20:24]
-            except OSError:  # an interface without an IPv4 address
-                continue
-            found.append(Address(name, socket.inet_ntoa(address), int.from_bytes(mask, "big").bit_count()))
-    return found
-
-
-def _ipv6() -> list[Address]:
-    table = Path("/proc/net/if_inet6")
-    if not table.exists():
-        return []
-    found = []
-    for line in table.read_text().splitlines():
-        digits, _, prefix, _, _, name = line.split()
-        found.append(Address(name, str(ipaddress.IPv6Address(int(digits, 16))), int(prefix, 16)))
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for name, own in psutil.net_if_addrs().items():
+            for each in own:
+                if each.family == family and not (address := ipaddress.ip_address(each.address)).is_link_local:
+                    prefix = (
+                        int(ipaddress.ip_address(each.netmask)).bit_count() if each.netmask else address.max_prefixlen
+                    )
+                    found.append(Address(name, each.address, prefix))
     return found
 
 

@@ -66,22 +66,11 @@ class Sight:
         if place is None:
             age, most = now - self.born, limits.get("start", float("inf"))
             return {**told, "phase": "", "age": age, "limit": most, "calls": []}
-        calls = [{**asdict(call), "age": now - call.at} for call in place.calls]
-        for call in calls:
-            del call["at"]
-        return {
-            **told,
-            "step": place.step,
-            "done": place.done,
-            "phase": place.phase,
-            "part": place.part,
-            "parts": place.parts,
-            "detail": place.detail,
-            "layer": place.layer,
-            "age": now - place.since,
-            "limit": limit(place, limits),
-            "calls": calls,
-        }
+        values = asdict(place)
+        for call in values["calls"]:
+            call["age"] = now - call.pop("at")
+        sent = {name: values[name] for name in ("step", "done", "phase", "part", "parts", "detail", "layer", "calls")}
+        return {**told, **sent, "age": now - place.since, "limit": limit(place, limits)}
 
     def last(self, pid: int) -> dict[str, Any]:
         """As `tell`, of a rank that has ended: only its last call, as if it were still inside of it. A rank that fails

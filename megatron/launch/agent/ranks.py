@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from fcntl import ioctl
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megatron.report.append import AppendFile
 
@@ -44,16 +45,7 @@ def become_subreaper() -> None:
 
 def children() -> list[int]:
     """Process ids of this process's children, adopted ones included."""
-    me, found = os.getpid(), []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it ended while we looked
-                continue
-            if int(fields[1]) == me:
-                found.append(int(entry))
-    return found
+    return [each.pid for each in psutil.Process().children()]
 
 
 class OutputStream:

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,7 @@ class HostFinding:
 
     def to_json(self) -> dict[str, Any]:
         """The finding as a JSON object."""
-        return {
-            "grade": self.grade,
-            "check": self.check,
-            "value": self.value,
-            "hosts": list(self.hosts),
-            "advice": self.advice,
-        }
+        return asdict(self)
 
 
 class Collector(RankConsole):

@@ -124,17 +124,11 @@ def driver() -> str:
     amd = Path("/sys/module/amdgpu/version")
     if devices.vendor() == "amd":
         return f"amdgpu {amd.read_text().strip()}" if amd.exists() else "amdgpu"
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return "none"
     text = ctypes.create_string_buffer(80)
-    if library.nvmlInit_v2() != 0:
-        return "NVIDIA, but its library does not work"
-    try:
+    with devices.nvidia_library() as library:
+        if not library:
+            return "none" if library is None else "NVIDIA, but its library does not work"
         return f"NVIDIA {text.value.decode()}" if library.nvmlSystemGetDriverVersion(text, 80) == 0 else "NVIDIA"
-    finally:
-        library.nvmlShutdown()
 
 
 def _shared(folder: Path) -> bool:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from megatron.worker.beacon import NAMES, ranks_of, ranks_text
 
 _SIZES_DIFFER = ("all_to_all", "all_to_all_single", "gather", "scatter", "all_gather", "reduce_scatter", "barrier")
@@ -93,6 +95,9 @@ class Rank:
         return f"{self.phase}{layer}{step}{part}" + (f": {self.detail}" if self.detail else "")
 
 
+_RANK = TypeAdapter(Rank)
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """One sentence about all ranks."""
@@ -112,36 +117,10 @@ def rank_of(told: dict[str, Any], host: str) -> Rank:
     for each in calls:
         if each.get("inside"):
             peer = int(each["peer"])
-            members = ranks_of(each["members"]) if peer < 0 else [int(told["rank"]), peer]
-            waiting = Waiting(
-                each["key"],
-                each["name"],
-                each["operation"],
-                int(each["number"]),
-                int(each["elements"]),
-                peer,
-                bool(each.get("new")),
-                float(each["age"]),
-                tuple(members),
-                str(each.get("form", "")),
-            )
-    return Rank(
-        rank=int(told["rank"]),
-        host=host,
-        pid=int(told.get("pid", 0)),
-        state=str(told.get("state", "running")),
-        step=int(told.get("step", -1)),
-        phase=str(told.get("phase", "")),
-        part=int(told.get("part", 0)),
-        parts=int(told.get("parts", 0)),
-        detail=str(told.get("detail", "")),
-        layer=int(told.get("layer", -1)),
-        age=float(told.get("age", 0.0)),
-        limit=float(told.get("limit", "inf")),
-        waiting=waiting,
-        calls={each["key"]: int(each["number"]) for each in calls},
-        stack=str(told.get("stack", "")),
-    )
+            members = ranks_of(each["members"]) if peer < 0 else [told["rank"], peer]
+            waiting = {"new": False, **each, "group": each["name"], "members": members}
+    counts = {each["key"]: each["number"] for each in calls}
+    return _RANK.validate_python({**told, "host": host, "waiting": waiting, "calls": counts})
 
 
 def diagnose(ranks: Sequence[Rank]) -> Diagnosis:
