@@ -9,7 +9,7 @@ matrices go to their ranks, and are cut over the ranks with the same ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
@@ -195,24 +195,20 @@ def reshape(
     if wrong := wrong_name(target, source.step):
         raise CheckpointError(target, wrong)
     draft = Draft.begin(target)
-    records: list[FileRecord] = []
-    failure = None
-    try:
+
+    def write() -> list[FileRecord | None]:
+        records = []
         with TensorStream(source) as stream:
             for rank, items in enumerate(owned(layout, source.stored, source.tensors)):
                 progress(f"rank {rank} of {layout.world_size}")
-                record = write_rank_file(draft.root, rank, items, _reader(stream, items))
-                records += [record] if record else []
-    except (OSError, ValueError, CheckpointError) as error:
-        failure = error
-    draft.finish(records, failure, replace(source.meta, layout=layout.sizes))
+                specs = [spec for spec, _ in items]
+                records.append(
+                    write_rank_file(draft.root, rank, items, lambda number, specs=specs: stream.values(specs[number]))
+                )
+        return records
+
+    draft.write(write, replace(source.meta, layout=layout.sizes))
     return _compare(source, target, progress) if verify else {}
-
-
-def _reader(
-    stream: TensorStream, items: Sequence[tuple[FragmentSpec, torch.dtype]]
-) -> Callable[[int], Iterable[torch.Tensor]]:
-    return lambda number: stream.values(items[number][0])
 
 
 def _compare(source: Checkpoint, target: Path, progress: Callable[[str], None]) -> dict:

@@ -153,7 +153,11 @@ def export(checkpoint: Checkpoint, out: Path, names: Mapping[str, str] | None = 
     for name, state in checkpoint.stored:
         states[name].add(state)
     _check_names([*theirs.values(), *(FILE_OF.get(state, state) for _, state in checkpoint.stored)], checkpoint.path)
-    bare = [f"{name} has no fp32 master" for name, found in states.items() if not _has_fp32(checkpoint, name, found)]
+    bare = [
+        f"{name} has no fp32 master"
+        for name, found in states.items()
+        if MASTER not in found and checkpoint.stored.get((name, WEIGHT)) != torch.float32
+    ]
     if bare:
         raise CheckpointError(checkpoint.path, bare)
     draft = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:12]}")
@@ -231,10 +235,6 @@ def _check_names(names: Iterable[str], path: Path) -> None:
             problems.append(str(error))
     if problems:
         raise CheckpointError(path, problems)
-
-
-def _has_fp32(checkpoint: Checkpoint, name: str, states: set[str]) -> bool:
-    return MASTER in states or checkpoint.stored.get((name, WEIGHT)) == torch.float32
 
 
 def _named(checkpoint: Checkpoint, names: Mapping[str, str] | None) -> dict[str, str]:

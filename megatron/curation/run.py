@@ -6,8 +6,6 @@ import hashlib
 import importlib.metadata
 import json
 import multiprocessing
-import os
-import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -17,6 +15,7 @@ from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
+from megatron.data.corpus.job import end_with_parent
 from megatron.data.errors import DataError
 
 from .folder import Folder, to_json
@@ -165,14 +164,3 @@ class LocalExecutor(LocalPipelineExecutor):
         with ProcessPoolExecutor(self.workers, context, end_with_parent) as pool:
             for task in [pool.submit(self._run_for_rank, rank, int(rank > 0)) for rank in waiting]:
                 task.result()
-
-
-def end_with_parent() -> None:
-    """End this worker when the process that started it has ended, however that was."""
-
-    def watch() -> None:
-        if (parent := multiprocessing.parent_process()) is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

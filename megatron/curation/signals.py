@@ -117,16 +117,14 @@ def _no_letters(view: TextViews) -> float | None:
     return round(1 - sum(bool(_LETTER.search(each)) for each in view.raw_words) / len(view.raw_words), 8)
 
 
-def _ellipsis_lines(view: TextViews) -> float | None:
-    return share(sum(each.rstrip().endswith(ELLIPSES) for each in view.lines), len(view.lines))
-
-
 DOCUMENT: dict[str, Callable[[TextViews], float | None]] = {
     "rps_doc_num_sentences": lambda view: len(_SENTENCES.findall(view.text)),
     "rps_doc_word_count": lambda view: len(view.words),
     "rps_doc_mean_word_length": lambda view: share(view.characters, len(view.words)),
     "rps_doc_symbol_to_word_ratio": _symbols,
-    "rps_doc_frac_lines_end_with_ellipsis": _ellipsis_lines,
+    "rps_doc_frac_lines_end_with_ellipsis": lambda view: share(
+        sum(each.rstrip().endswith(ELLIPSES) for each in view.lines), len(view.lines)
+    ),
     "rps_doc_frac_no_alph_words": _no_letters,
     "rps_doc_frac_unique_words": lambda view: share(len(set(view.words)), len(view.words)),
     "rps_doc_unigram_entropy": _entropy,

@@ -42,10 +42,6 @@ Trust = Callable[[int, int], None]  # raises unless rows `begin` to `end` are wh
 Key = Callable[[np.void], tuple[int, int]]
 
 
-def _trusted(begin: int, end: int) -> None:
-    """Rows made in this process need no check."""
-
-
 class Run:
     """The fragments of one state of one tensor, by (tensor rank, start). Rows are read on access only.
 
@@ -100,9 +96,13 @@ class Index:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, rows: np.ndarray, groups: np.ndarray | None = None, trust: Trust = _trusted
+        self,
+        vocabulary: Vocabulary,
+        rows: np.ndarray,
+        groups: np.ndarray | None = None,
+        trust: Trust = lambda begin, end: None,
     ) -> None:
-        """`rows` are sorted. Without `groups` all of them are read."""
+        """`rows` are sorted. Without `groups` all of them are read. Rows made in this process need no `trust`."""
         self.vocabulary = vocabulary
         self.groups = groups_of(rows) if groups is None else groups
         self._rows, self._trust = rows, trust

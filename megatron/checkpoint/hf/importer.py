@@ -29,8 +29,7 @@ from ..format.container import TensorEntry, read_header
 from ..format.errors import CheckpointError, understanding
 from ..format.fragment import WEIGHT, FragmentSpec
 from ..format.manifest import Meta
-from ..format.rankfile import write_rank_file
-from ..save.writer import Draft, write_tensors
+from ..save.writer import write_tensors
 from .architecture import SCORER, Architecture
 from .companions import TOKENIZER_FILES, Companions, file_in
 from .config import Extensions, architecture_of, extensions_for, known_architectures, longest, model_values
@@ -310,14 +309,9 @@ def write(
         for name in step.ours
     ]
     values = _values(steps, source, there, progress)
-    draft, record, failure = Draft.begin(out), None, None
-    try:
-        record = write_rank_file(draft.root, 0, items, lambda number: values(items[number][0].tensor.name))
-    except (OSError, ValueError, CheckpointError) as error:
-        failure = error
     extra = {"imported": architecture.class_name, **(kept.extra() if kept is not None else {})}
     meta = Meta(step=0, config=to_yaml(resolved), resumable=False, extra=extra)
-    draft.finish([record] if record else [], failure, meta)
+    write_tensors(out, items, lambda number: values(items[number][0].tensor.name), meta)
 
 
 def logical_tensors(resolved: Resolved) -> dict[str, LogicalTensor]:

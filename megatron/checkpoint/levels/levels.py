@@ -22,7 +22,7 @@ from ..format.manifest import Meta
 from ..read.reader import Checkpoint
 from .hosts import Courier, Hosts, own_folder
 from .index_exchange import FoundSave, gather
-from .level import KEY, HostPart, Level
+from .level import KEY, Level
 
 MEMORY = "/dev/shm"  # noqa: S108  (a file system in memory, with private folders).
 # File in the folder of checkpoints: the token of its folders on hosts, and the steps after which it left a branch.
@@ -150,8 +150,11 @@ class Levels:
         own: list[Any] = []
         if self.hosts.leads:
             for number, level in enumerate(self.levels):
-                parts = (part for part in level.parts() if part.step >= least and self._of_this_branch(part))
-                own += [[number, part.step, part.save, part.total, part.writers] for part in parts]
+                own += [
+                    [number, part.step, part.save, part.total, part.writers]
+                    for part in level.parts()
+                    if part.step >= least and all(part.step <= after for after in self._left[part.branch :])
+                ]
         everything = self._communicator.collect(own)
         answer = None
         if everything is not None:
@@ -181,9 +184,6 @@ class Levels:
             name, folder / name.replace(" ", "_"), int(section.keep), section.neighbours, self.hosts,
             self._communicator, self._courier if section.neighbours else None,
         )  # fmt: skip
-
-    def _of_this_branch(self, part: HostPart) -> bool:
-        return all(part.step <= after for after in self._left[part.branch :])
 
     def _known(self) -> tuple[str, list[int]]:
         """The token in the names of this run's folders on hosts, and the steps after which it left a branch.

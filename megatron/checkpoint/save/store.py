@@ -139,12 +139,9 @@ class Store:
         verb = "weights" if weights else "resumed"
         return Resume(checkpoint, reason=f"{verb} from {path} (step {checkpoint.step}), as {key} asks")
 
-    def _listing(self) -> list[Path]:
-        return [Path(name) for name in self._on_rank_0(lambda: [str(path) for path in self.paths()])]
-
     def _newest_intact(self, *, weights: bool = False, before: int | None = None) -> Resume:
         skipped = []
-        for path in reversed(self._listing()):
+        for path in map(Path, reversed(self._on_rank_0(lambda: list(map(str, self.paths()))))):
             if before is not None and number_of(path) >= before:
                 continue
             try:

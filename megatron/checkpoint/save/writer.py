@@ -57,19 +57,13 @@ def save(
         raise ValueError(f"the meta data of step {meta.step} cannot be saved as step {step}")
     target = Path(directory) / step_name(step)
     draft = Draft.begin(target, communicator)
-    records, failure = [], None
-    try:
+
+    def write() -> list[FileRecord | None]:
         owned = list(fragments)
-        record = write_rank_file(
-            draft.root,
-            communicator.rank,
-            [(fragment.spec, fragment.data.dtype) for fragment in owned],
-            host_values([fragment.data for fragment in owned]),
-        )
-        records = [record] if record else []
-    except Exception as error:  # the other ranks wait for the report. `finish` raises it
-        failure = error
-    draft.finish(records, failure, meta, communicator)
+        items = [(fragment.spec, fragment.data.dtype) for fragment in owned]
+        return [write_rank_file(draft.root, communicator.rank, items, host_values([each.data for each in owned]))]
+
+    draft.write(write, meta, communicator)
     return target
 
 
@@ -91,13 +85,7 @@ def write_tensors(
         CheckpointError: it could not be written, or the items do not cover each tensor exactly once.
     """
     draft = Draft.begin(target)
-    records, failure = [], None
-    try:
-        record = write_rank_file(draft.root, 0, items, values)
-        records = [record] if record else []
-    except Exception as error:  # raised by `finish`, after it has deleted the draft
-        failure = error
-    draft.finish(records, failure, meta)
+    draft.write(lambda: [write_rank_file(draft.root, 0, items, values)], meta)
     return target
 
 
@@ -129,6 +117,15 @@ class Draft:
         if failure:
             raise (StoreRefuses if full else CheckpointError)(target, f"cannot be created: {failure}")
         return cls(target, token)
+
+    def write(self, work: Callable[[], list[FileRecord | None]], meta: Meta, communicator: Communicator = SOLO) -> None:
+        """Have this rank write its files, and `finish`, which raises errors of `work`: the other ranks wait for it."""
+        records, failure = list[FileRecord](), None
+        try:
+            records = [record for record in work() if record is not None]
+        except Exception as error:
+            failure = error
+        self.finish(records, failure, meta, communicator)
 
     def finish(
         self, records: list[FileRecord], failure: Exception | None, meta: Meta, communicator: Communicator = SOLO

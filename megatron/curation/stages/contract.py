@@ -31,14 +31,6 @@ Keys = Callable[[Any], np.ndarray | None]  # uint64 [bands, 2], or None for a do
 Parts = Callable[[Any], np.ndarray]  # uint64 [lines of the text], 0 for a line that is compared with none
 
 
-def no_files(options: Any) -> Iterable[str]:
-    return ()
-
-
-def no_rules(options: Any, key: str, where: str) -> Iterable[Problem]:
-    return ()
-
-
 @dataclass(frozen=True)
 class StageKind:
     """A kind of stages. Exactly one of `work`, `keys` and `parts` is given.
@@ -56,5 +48,5 @@ class StageKind:
     work: Callable[[Any], Work] | None = None
     keys: Callable[[Any], Keys] | None = None
     parts: Callable[[Any], Parts] | None = None
-    files: Callable[[Any], Iterable[str]] = no_files
-    rules: Callable[[Any, str, str], Iterable[Problem]] = no_rules
+    files: Callable[[Any], Iterable[str]] = lambda options: ()
+    rules: Callable[[Any, str, str], Iterable[Problem]] = lambda options, key, where: ()

@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import wait
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -54,16 +53,20 @@ class Worker:
         return encode_chunk(chunk, self.encode, self.treatment, self.eod, self.dtype)
 
 
+def end_with_parent() -> None:
+    """End this worker process when the one that started it has ended, however that was."""
+
+    def watch() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _start(make: Callable[..., Callable], settings: tuple) -> None:
-    """Start a worker process, which ends with its parent, even a killed one, and encodes on one thread."""
-    parent = multiprocessing.parent_process()
-
-    def follow(sentinel: int) -> None:
-        wait([sentinel])
-        os._exit(1)
-
-    if parent is not None:
-        threading.Thread(target=follow, args=(parent.sentinel,), daemon=True).start()
+    """Start a worker process, which encodes on one thread."""
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # only in this worker process
     _state["worker"] = make(*settings)
 
@@ -98,7 +101,7 @@ def in_order(
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (make, settings)) as pool:
         try:
             for chunk in chunks:
-                waiting.append((_without_content(chunk), pool.submit(_work, chunk)))
+                waiting.append((replace(chunk, content=b""), pool.submit(_work, chunk)))
                 if len(waiting) > 3 * workers:
                     first, future = waiting.popleft()
                     yield first, future.result()
@@ -111,10 +114,6 @@ def in_order(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # submitted chunks are no longer needed
             raise
-
-
-def _without_content(chunk: InputChunk) -> InputChunk:
-    return InputChunk(chunk.input, chunk.kind, chunk.start, chunk.end, chunk.line, b"", chunk.compressed)
 
 
 PARTS = (".bin.part", ".sizes.part", ".origin.part")
