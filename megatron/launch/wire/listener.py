@@ -3,8 +3,8 @@
 The credentials have the launcher's address and a secret. Both sides prove that they know it without sending it. The
 credentials are in an environment variable, or in a file of mode 0600 on a shared disk, never in an argument.
 
-Anybody on the network can call, so no caller may hold up or end the run. A thread of its own serves all callers. Each
-has one short line and a few seconds for it, and their number is limited. The sockets exist from the launcher's start
+Anybody on the network can call, so no caller may hold up or end the run. Threads of their own serve callers. Each has
+one short line and a few seconds for it, and their number is limited. The sockets exist from the launcher's start
 until all agents are in, on the addresses that the hosts use, and on no others.
 """
 
@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 
 from .protocol import MessagePipe
@@ -99,16 +99,8 @@ def _introduce(link: socket.socket, secret: str, index: int) -> socket.socket:
 CALLERS = 64  # without a proof yet. The one that has waited longest makes room for the next
 
 
-@dataclass
-class _Caller:
-    socket: socket.socket
-    nonce: str = field(default_factory=lambda: secrets.token_hex(16))
-    until: float = field(default_factory=lambda: time.monotonic() + PATIENCE)
-    data: bytes = b""
-
-
 class AgentListener:
-    """Listening sockets, the secret, and the thread that answers.
+    """Listening sockets, the secret, and the threads that answer.
 
     Args:
         addresses: where to listen.
@@ -128,7 +120,7 @@ class AgentListener:
             end.setblocking(False)
         self._admitted: queue.SimpleQueue[tuple[socket.socket, int]] = queue.SimpleQueue()
         self._inside: list[socket.socket] = []
-        self._callers: dict[int, _Caller] = {}
+        self._callers: dict[socket.socket, threading.Thread] = {}  # the longest waiting first
         self._stop, self._stopped = socket.socketpair()
         self._listeners = [_listen(address, port) for address in addresses]
         self._thread = threading.Thread(target=self._serve, name="listener", daemon=True)
@@ -141,11 +133,9 @@ class AgentListener:
 
     def admitted(self) -> list[MessagePipe]:
         """Agents that have proved themselves since the last call."""
-        try:
+        with suppress(OSError):  # nothing left to read
             while self.ready.recv(4096):
                 pass
-        except OSError:  # nothing left to read
-            pass
         links = []
         while not self._admitted.empty():
             caller, index = self._admitted.get()
@@ -167,93 +157,62 @@ class AgentListener:
         for each in (*self._inside, self.ready, self._bell, self._stop, self._stopped):
             each.close()
 
-    # ---- the thread
+    # ---- the threads: one that accepts, and one for each caller without a proof
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._stopped, selectors.EVENT_READ)
-            for listener in self._listeners:
-                selector.register(listener, selectors.EVENT_READ)
-            while True:
-                ready = [key.fileobj for key, _ in selector.select(self._next_deadline())]
-                if self._stopped in ready:
-                    break
-                for source in ready:
-                    if source in self._listeners:
-                        self._answer(source, selector)
-                    elif isinstance(source, socket.socket) and source.fileno() in self._callers:
-                        self._read(self._callers[source.fileno()], selector)  # not sent away in this very round
-                now = time.monotonic()
-                for caller in [each for each in self._callers.values() if each.until < now]:
-                    self._leave(caller, selector)
-            for each in (*self._listeners, *(caller.socket for caller in self._callers.values())):
-                each.close()
-            self._callers.clear()
+            for each in (self._stopped, *self._listeners):
+                selector.register(each, selectors.EVENT_READ)
+            while self._stopped not in (ready := [key.fileobj for key, _ in selector.select()]):
+                for listener in self._listeners:
+                    if listener in ready:
+                        self._answer(listener)
+        for listener in self._listeners:
+            listener.close()
+        for caller in list(self._callers):
+            self._send_away(caller)
 
-    def _next_deadline(self) -> float | None:
-        if not self._callers:
-            return None
-        return max(0.0, min(each.until for each in self._callers.values()) - time.monotonic()) + 0.01
-
-    def _answer(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
+    def _answer(self, listener: socket.socket) -> None:
         try:
-            connection, _ = listener.accept()
+            caller, _ = listener.accept()
         except OSError:  # the caller has gone already, or this process has no descriptor left for it
             time.sleep(0.01)
             return
-        connection.setblocking(False)
-        if len(self._callers) >= CALLERS:
-            self._leave(next(iter(self._callers.values())), selector)
-        caller = _Caller(connection)
-        try:
-            connection.send(f"{caller.nonce}\n".encode())  # 33 bytes fit in the buffer of a new connection
-        except OSError:
-            connection.close()
-            return
-        self._callers[connection.fileno()] = caller
-        selector.register(connection, selectors.EVENT_READ)
+        for longest in list(self._callers)[: max(len(self._callers) + 1 - CALLERS, 0)]:
+            self._send_away(longest)
+        self._callers[caller] = threading.Thread(target=self._meet, args=(caller,), daemon=True)
+        self._callers[caller].start()
 
-    def _read(self, caller: _Caller, selector: selectors.BaseSelector) -> None:
-        try:
-            part = caller.socket.recv(LONGEST_LINE)
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        caller.data += part
-        if not part or len(caller.data) > LONGEST_LINE:
-            self._leave(caller, selector)
-        elif b"\n" in caller.data:
-            index = self._judge(caller)
-            self._leave(caller, selector, close=index is None)
-            if index is not None:
-                self._admitted.put((caller.socket, index))
-                try:
-                    self._bell.send(b"x")
-                except OSError:  # it has rung often enough
-                    pass
+    def _send_away(self, caller: socket.socket) -> None:
+        if (thread := self._callers.pop(caller, None)) is not None:  # not admitted at this moment
+            with suppress(OSError):  # it has gone
+                caller.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
-    def _judge(self, caller: _Caller) -> int | None:
+    def _meet(self, caller: socket.socket) -> None:
+        index = self._judge(caller)
+        if self._callers.pop(caller, None) is None or index is None:
+            caller.close()
+            return
+        self._admitted.put((caller, index))
+        with suppress(OSError):  # it has rung often enough
+            self._bell.send(b"x")
+
+    def _judge(self, caller: socket.socket) -> int | None:
         """Which host this is, with our own proof sent, or None without a proof."""
-        line, _, rest = caller.data.partition(b"\n")
-        words = line.split(b" ")
-        if rest or len(words) != 3 or not words[0].isdigit() or len(words[0]) > 9 or not words[2].isalnum():
-            return None
-        index, claimed, nonce = words
-        if not hmac.compare_digest(claimed, proof(self.secret, b"agent " + index, caller.nonce.encode())):
-            return None
+        until, mine = time.monotonic() + PATIENCE, secrets.token_hex(16).encode()
         try:
-            caller.socket.send(proof(self.secret, b"launcher", nonce) + b"\n")
-            caller.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        except OSError:
+            caller.settimeout(PATIENCE)
+            caller.sendall(mine + b"\n")
+            index, claimed, nonce = _read_line(caller, until).split(b" ")
+            known = hmac.compare_digest(claimed, proof(self.secret, b"agent " + index, mine))
+            if not known or not index.isdigit() or len(index) > 9 or not nonce.isalnum():
+                return None
+            caller.sendall(proof(self.secret, b"launcher", nonce) + b"\n")
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        except (OSError, ValueError):
             return None
         return int(index)
-
-    def _leave(self, caller: _Caller, selector: selectors.BaseSelector, *, close: bool = True) -> None:
-        selector.unregister(caller.socket)
-        del self._callers[caller.socket.fileno()]
-        if close:
-            caller.socket.close()
 
 
 def _listen(address: str, port: int) -> socket.socket:
