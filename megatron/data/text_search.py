@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -179,13 +180,5 @@ def tokens_of(tokenizer: Tokenizer, ids: list[int], begin: int, end: int) -> tup
     def length(count: int) -> int:
         return len(tokenizer.decode(ids[:count]))
 
-    first = _least(len(ids), lambda count: length(count + 1) > begin)
-    return first, _least(len(ids), lambda count: length(count) >= end)
-
-
-def _least(high: int, reached: Callable[[int], bool]) -> int:
-    low = 0
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if reached(middle) else (middle + 1, high)
-    return low
+    counts = range(len(ids))
+    return bisect_right(counts, begin, key=lambda count: length(count + 1)), bisect_left(counts, end, key=length)

@@ -265,10 +265,6 @@ class Architecture:
         """Its tensors and ours, for a model with tensors of these names."""
         return (*self.links, *self.layers.links(ours))
 
-    def source(self, name: str, saved: Collection[str]) -> str | None:
-        """The saved tensor that a name is a second name of, or None."""
-        return self.layers.source(name, saved)
-
     @property
     def head(self) -> str:
         """Name of the head's weight on disk."""

@@ -103,7 +103,7 @@ def further_copies(
     for layer in range(len(model.blocks), len(model.blocks) + len(model.further_blocks)):
         for suffix in architecture.further_copies:
             name = f"{architecture.prefix}layers.{layer}.{suffix}"
-            source = architecture.source(name, made)
+            source = architecture.layers.source(name, made)
             if source is not None:
                 found.append(ConversionStep(made[source].ours, (name,), made[source].form))
     return found
@@ -137,7 +137,7 @@ def match(
     needed = [name for step in steps for name in step.theirs]
     left = {name for name in set(there) - set(needed) if not architecture.layers.unused(name, needed)}
     for name in sorted(left):  # of the names of a shared tensor, transformers 4 keeps only the last one
-        source = architecture.source(name, needed)
+        source = architecture.layers.source(name, needed)
         if source in needed:
             there.setdefault(source, there[name])
     problems += [f"missing: {name}" for name in needed if name not in there]
@@ -145,7 +145,7 @@ def match(
         left.discard(architecture.head)
         problems += _untied(architecture, steps, there, read)
     for name in sorted(left):
-        source = architecture.source(name, needed)
+        source = architecture.layers.source(name, needed)
         if source is None or source not in there:
             problems.append(f"left over: {there[name]}")
         elif not _same(read(there[name]), read(there[source])):

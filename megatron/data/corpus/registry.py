@@ -6,8 +6,8 @@ import contextlib
 import email
 import hashlib
 import io
+import itertools
 import json
-import os
 import sysconfig
 import urllib.request
 import zipfile
@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...config.file_access import read_json, replace_file
+from ...config.file_access import read_json, replace_file, replacing
 from ..errors import DataError
 
 if TYPE_CHECKING:
@@ -190,9 +190,10 @@ def _intact(part: dict) -> bool:
 
 
 class _Lines:
-    def __init__(self, path: Path):
-        self.path, self.part = path, path.with_name(f".{path.name}.{os.getpid()}")
-        self.file = open(self.part, "wb")
+    """A file of JSON lines that stands at its path when `stack` closes without an error."""
+
+    def __init__(self, path: Path, stack: contextlib.ExitStack):
+        self.path, self.file = path, stack.enter_context(replacing(path))
         self.digest, self.documents, self.bytes = hashlib.sha256(), 0, 0
 
     def add(self, record: dict) -> None:
@@ -201,43 +202,26 @@ class _Lines:
         self.digest.update(line)
         self.documents, self.bytes = self.documents + 1, self.bytes + len(line)
 
-    def finish(self) -> dict:
-        self.file.close()
-        os.replace(self.part, self.path)
+    def facts(self) -> dict:
         counts = {"documents": self.documents, "bytes": self.bytes}
         return {"path": str(self.path), **counts, "sha256": self.digest.hexdigest()}
-
-    def abandon(self) -> None:
-        self.file.close()
-        self.part.unlink(missing_ok=True)
 
 
 def _cut(name: str, records: Iterator[dict], folder: Path, validation: float, limit: int | None) -> dict:
     """Split records into training and validation by a hash of the text, or of the `group` of records that stay
     together."""
-    parts = {part: _Lines(folder / f"{name}_{part}.jsonl") for part in ("train", "validation")}
-    try:
-        for number, record in enumerate(records):
-            if limit is not None and number >= limit:
-                break
+    with contextlib.ExitStack() as stack:
+        parts = {part: _Lines(folder / f"{name}_{part}.jsonl", stack) for part in ("train", "validation")}
+        for record in itertools.islice(records, limit):
             key = record.pop("group", record["text"]).encode("utf-8", "replace")
             draw = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") / 2**64
             parts["validation" if draw < validation else "train"].add(record)
         if validation > 0:
-            _refuse_empty(name, {part: lines.documents for part, lines in parts.items()})
-    except BaseException:
-        for part in parts.values():
-            part.abandon()
-        raise
-    return {part: lines.finish() for part, lines in parts.items()}
-
-
-def _refuse_empty(name: str, documents: dict[str, int]) -> None:
-    """Refuse an empty part, which no token file can be made of."""
-    for part, number in documents.items():
-        if number == 0:
-            rule = f"none of its {sum(documents.values())} documents belongs to {part}"
-            raise DataError(name, rule, "give another share to --validation (0 for none), or a higher --limit")
+            for part, lines in parts.items():
+                if lines.documents == 0:  # no token file can be made of it
+                    rule = f"none of its {sum(each.documents for each in parts.values())} documents belongs to {part}"
+                    raise DataError(name, rule, "give another share to --validation (0 for none), or a higher --limit")
+    return {part: lines.facts() for part, lines in parts.items()}
 
 
 def stdlib_texts() -> Iterator[dict]:
@@ -314,7 +298,8 @@ def _from_archive(name: str, archive: Archive, folder: Path) -> dict:
     for part, end in archive.cuts:
         while end < len(content) and content[end] & 0xC0 == 0x80:  # not inside of a character
             end += 1
-        lines = _Lines(folder / f"{name}_{part}.jsonl")
-        lines.add({"text": content[begin:end].decode("utf-8")})
-        files[part], begin = lines.finish(), end
+        with contextlib.ExitStack() as stack:
+            lines = _Lines(folder / f"{name}_{part}.jsonl", stack)
+            lines.add({"text": content[begin:end].decode("utf-8")})
+        files[part], begin = lines.facts(), end
     return files

@@ -60,7 +60,7 @@ class Tokens:
 
 
 class Words:
-    """Words of the text of tokens, for any cut into tokens. Its methods are those of `Tokens`."""
+    """Words of the text of tokens, for any cut into tokens, with the methods of `Tokens`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._numbers = tokenizer, dict[str, int]()

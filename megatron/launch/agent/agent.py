@@ -22,7 +22,7 @@ from megatron.worker import devices, network
 from megatron.worker.rendezvous import SOCKET
 
 from ..report.console import COMPLAINT, FORWARDED_SIGNALS, KILLS, STOP_SIGNALS
-from ..wire.protocol import MessagePipe, encode, encode_text
+from ..wire.protocol import MessagePipe, caught_signals, encode, encode_text
 from ..wire.specification import Seat, Specification, seat_in
 from .rank_probe import Sight
 from .ranks import TRACEBACK, OutputStream, RankObserver, RankProcess, become_subreaper, children, rank_environment
@@ -110,20 +110,13 @@ class Agent:
         )
 
     def _catch_signals(self) -> socket.socket:
-        """Signals become bytes on a socket: no code runs inside a handler."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        self._wake = (ours, theirs)
-        for number in (*FORWARDED_SIGNALS, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        self._wake, self._restore = caught_signals((*FORWARDED_SIGNALS, signal.SIGCHLD))
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        return ours
+        return self._wake
 
     def _from_signals(self) -> None:
         try:
-            numbers = set(self._wake[0].recv(4096))
+            numbers = set(self._wake.recv(4096))
         except BlockingIOError:
             return
         for number in numbers & {int(each) for each in FORWARDED_SIGNALS}:

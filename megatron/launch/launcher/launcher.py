@@ -29,7 +29,7 @@ from ..report.console import (
 )
 from ..watch.watch import InquirySocket, RankWatch, of_ranks
 from ..wire.listener import AgentListener
-from ..wire.protocol import Command, Connection, MessagePipe
+from ..wire.protocol import Command, Connection, MessagePipe, caught_signals
 from ..wire.specification import Specification
 
 AT_ONCE = 64  # connections that are being made at the same time
@@ -147,24 +147,10 @@ class Launcher:
         return all(host.phase in ("done", "lost") for host in self.hosts)
 
     def _catch_signals(self) -> Callable[[], None]:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        theirs.setblocking(False)
         # Under nohup a lost terminal is no reason to stop.
         numbers = [number for number in FORWARDED_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        before = {
-            number: signal.signal(number, lambda *_: None) for number in (*numbers, signal.SIGCHLD, signal.SIGWINCH)
-        }
-        wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        ours, restore = caught_signals((*numbers, signal.SIGCHLD, signal.SIGWINCH))
         self.selector.register(ours, selectors.EVENT_READ, lambda: self._signals(ours.recv(4096)))
-
-        def restore() -> None:
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            ours.close()
-            theirs.close()
-
         return restore
 
     def _start_waiting(self) -> None:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,6 +131,25 @@ class MessagePipe:
         for line in self._lines.feed(data) if data else filter(None, [self._lines.rest()]):
             message = decode(line)
             yield line if message is None else message
+
+
+def caught_signals(numbers: Iterable[int]) -> tuple[socket.socket, Callable[[], None]]:
+    """A socket on which these signals arrive as bytes, so that no code runs inside a handler. And a function that
+    restores the handlers before."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+
+    def restore() -> None:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        ours.close()
+        theirs.close()
+
+    return ours, restore
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def loaded(config, architecture, written: dict[str, torch.Tensor], folder) -> hf
     aliases = {disk: memory for memory, disk in architecture.aliases.items()}
     left = again.load_state_dict({aliases.get(key, key): tensor for key, tensor in written.items()}, strict=False)
     assert not left.unexpected_keys
-    missing = {key for key in left.missing_keys if architecture.source(key, written) is None}
+    missing = {key for key in left.missing_keys if architecture.layers.source(key, written) is None}
     assert missing <= ({architecture.head, *architecture.aliases} if config.tie_word_embeddings else set())
     again.tie_weights()
     return again

@@ -243,10 +243,6 @@ _GLM_FIXED = {**common.ATTENTION_FIXED, **V3_FIXED, "attention.output_bias": Fal
 del _GLM_FIXED["attention.qk_norm"]  # an option of theirs
 
 
-def _glm_norms(ours: Collection[str]) -> tuple[Link, ...]:
-    return common.QK_NORMS if any(".query_norm." in name for name in ours) else ()
-
-
 GLM4_MOE = Architecture(
     "glm4_moe",
     (common.EMBEDDING, *common.LLAMA_ATTENTION, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS, *FFNS, CORRECTION),
@@ -254,7 +250,7 @@ GLM4_MOE = Architecture(
         {"attention/moe": "sparse", "attention/mlp": "dense"},
         listed=first_dense,
         settings=dense_layers,
-        links=_glm_norms,
+        links=lambda ours: common.QK_NORMS if any(".query_norm." in name for name in ours) else (),
         needed=("attention/moe",),
     ),
     fields=(

@@ -65,10 +65,6 @@ def _newer_gemma3(model: ModelSection) -> str:
     return "version 4 has no rotary scaling in layers with a window" if scaled else ""
 
 
-def _older_gemma3(settings: dict[str, Any]) -> dict[str, Any]:
-    return {"rope_local_base_freq": settings["rope_parameters"]["sliding_attention"]["rope_theta"]}
-
-
 GEMMA3 = Architecture(
     "gemma3_text",
     (*_GEMMA_LINKS, *common.QK_NORMS),
@@ -79,7 +75,7 @@ GEMMA3 = Architecture(
     required={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
     buffers=(r".*rotary_emb\..*",),
     newer=_newer_gemma3,
-    older=_older_gemma3,
+    older=lambda settings: {"rope_local_base_freq": settings["rope_parameters"][SLIDING]["rope_theta"]},
 )
 
 

@@ -124,10 +124,6 @@ def newer_limits(model: ModelSection) -> str:
     return "version 4 does not limit the time steps and gives other logits" if limited else ""
 
 
-def _newer_bamba(model: ModelSection) -> str:
-    return _newer_groups(model) or newer_limits(model)
-
-
 BAMBA = common.dense(
     "bamba",
     (
@@ -144,7 +140,7 @@ BAMBA = common.dense(
     more=(*common.ATTENTION_BIASES, common.MLP_BIAS, *MAMBA2_SIZES),
     required={"hidden_act": "silu"},
     parts=(RotaryPart(partial=True),),
-    newer=_newer_bamba,
+    newer=lambda model: _newer_groups(model) or newer_limits(model),
 )
 
 
