@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -25,7 +26,7 @@ from .format.durable import write_file, wrong_name
 from .format.errors import CheckpointError
 from .format.fragment import WEIGHT, FragmentSpec
 from .format.rankfile import FileRecord, write_rank_file
-from .read.logical import TensorStream
+from .read.logical import sha256, streamed
 from .read.reader import Checkpoint, open_checkpoint
 from .save.writer import Draft
 
@@ -198,13 +199,10 @@ def reshape(
 
     def write() -> list[FileRecord | None]:
         records = []
-        with TensorStream(source) as stream:
-            for rank, items in enumerate(owned(layout, source.stored, source.tensors)):
-                progress(f"rank {rank} of {layout.world_size}")
-                specs = [spec for spec, _ in items]
-                records.append(
-                    write_rank_file(draft.root, rank, items, lambda number, specs=specs: stream.values(specs[number]))
-                )
+        for rank, items in enumerate(owned(layout, source.stored, source.tensors)):
+            progress(f"rank {rank} of {layout.world_size}")
+            read = [partial(streamed, source, spec) for spec, _ in items]
+            records.append(write_rank_file(draft.root, rank, items, lambda number, read=read: read[number]()))
         return records
 
     draft.write(write, replace(source.meta, layout=layout.sizes))
@@ -214,11 +212,10 @@ def reshape(
 def _compare(source: Checkpoint, target: Path, progress: Callable[[str], None]) -> dict:
     result = open_checkpoint(target, verify="checksums")
     sums: dict[str, dict[str, dict[str, str]]] = {}
-    with TensorStream(source) as before, TensorStream(result) as after:
-        for name, state in source.stored:
-            progress(f"verifying {name} ({state})")
-            both = {"before": before.sha256(name, state), "after": after.sha256(name, state)}
-            sums.setdefault(name, {})[state] = both
+    for name, state in source.stored:
+        progress(f"verifying {name} ({state})")
+        both = {"before": sha256(source, name, state), "after": sha256(result, name, state)}
+        sums.setdefault(name, {})[state] = both
     write_file(target / VERIFY_NAME, json.dumps(sums, indent=1).encode())
     wrong = [
         f"{name} ({state}) is not the same afterwards"

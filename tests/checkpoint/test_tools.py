@@ -361,7 +361,7 @@ def test_a_fragment_larger_than_a_chunk_is_streamed(tmp_path, monkeypatch):
 
     model = Model(seed=1)
     path = write(tmp_path, model, Layout(tensor=2))
-    monkeypatch.setattr(logical.TensorStream.__init__, "__defaults__", (100,))
+    monkeypatch.setattr(logical, "CHUNK", 100)
     reshape(open_checkpoint(path), tmp_path / "out", Layout(tensor=3), verify=True)
     checkpoint = open_checkpoint(tmp_path / "out", verify="checksums")
     for fragment in fragments(model, Layout(), 0):

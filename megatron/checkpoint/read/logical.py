@@ -15,45 +15,28 @@ from ..format.durable import CHUNK
 from ..format.errors import CheckpointError
 from ..format.fragment import FragmentSpec
 from ..format.manifest import Meta
-from .read_plan import Files, execute, plan
 from .reader import Checkpoint
 
 
-class TensorStream:
-    """Reads ranges of any size through one buffer."""
+def streamed(checkpoint: Checkpoint, spec: FragmentSpec) -> Iterator[torch.Tensor]:
+    """A range of any size as consecutive 1-D tensors in the stored type, of at most `CHUNK` bytes.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._files = Files(checkpoint.path, checkpoint.records)
-        self._buffer = torch.empty(CHUNK, dtype=torch.uint8)
+    Raises:
+        CheckpointError: neither the state nor a substitute is stored.
+    """
+    source = checkpoint.source(spec)
+    if source is None:
+        raise CheckpointError(checkpoint.path, f"{spec.label} is not in the checkpoint")
+    size = checkpoint.stored[spec.tensor.name, source].itemsize
+    return (checkpoint.read(part).data for part in spec.parts(CHUNK // size))
 
-    def __enter__(self) -> TensorStream:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
-
-    def values(self, spec: FragmentSpec) -> Iterator[torch.Tensor]:
-        """The range as consecutive 1-D tensors in the stored type. Each is valid until the next is taken.
-
-        Raises:
-            CheckpointError: neither the state nor a substitute is stored.
-        """
-        source = self._checkpoint.source(spec)
-        if source is None:
-            raise CheckpointError(self._checkpoint.path, f"{spec.label} is not in the checkpoint")
-        dtype = self._checkpoint.stored[spec.tensor.name, source]
-        buffer = self._buffer[: self._buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        for part in spec.parts(buffer.numel()):
-            execute(plan(self._checkpoint.index, part, source), self._files, buffer[: part.length])
-            yield buffer[: part.length]
-
-    def sha256(self, name: str, state: str) -> str:
-        """Hash of a logical tensor's bytes (row-major, little-endian), independent of the layout that wrote it."""
-        digest = hashlib.sha256()
-        for values in self.values(FragmentSpec.whole(self._checkpoint.tensors[name], state)):
-            digest.update(values.view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+def sha256(checkpoint: Checkpoint, name: str, state: str) -> str:
+    """Hash of a logical tensor's bytes (row-major, little-endian), independent of the layout that wrote it."""
+    digest = hashlib.sha256()
+    for part in streamed(checkpoint, FragmentSpec.whole(checkpoint.tensors[name], state)):
+        digest.update(part.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def describe(
@@ -91,13 +74,12 @@ def describe(
 
 def _size(checkpoint: Checkpoint, name: str, state: str) -> dict[str, float]:
     squares, largest, odd = 0.0, 0.0, 0
-    with TensorStream(checkpoint) as stream:
-        for values in stream.values(FragmentSpec.whole(checkpoint.tensors[name], state)):
-            values = values.double()
-            finite = values.isfinite()
-            odd += int((~finite).sum())
-            squares += float(values.square().sum())
-            largest = max(largest, float(values[finite].abs().max()) if finite.any() else 0.0)
+    for part in streamed(checkpoint, FragmentSpec.whole(checkpoint.tensors[name], state)):
+        part = part.double()
+        finite = part.isfinite()
+        odd += int((~finite).sum())
+        squares += float(part.square().sum())
+        largest = max(largest, float(part[finite].abs().max()) if finite.any() else 0.0)
     return {"norm": sqrt(squares) if squares == squares else squares, "largest": largest, "not_finite": odd}
 
 

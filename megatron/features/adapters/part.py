@@ -38,7 +38,7 @@ from megatron.checkpoint import (
     GroupCommunicator,
 )
 from megatron.checkpoint.format.fragment import MASTER, WEIGHT
-from megatron.checkpoint.read.logical import TensorStream
+from megatron.checkpoint.read.logical import sha256
 from megatron.checkpoint.read.reader import ADAPTERS, config_of
 from megatron.checkpoint.save.store import Store
 from megatron.config.registry import load
@@ -266,10 +266,7 @@ def _matrix(linear: Any) -> Tensor:
 def hash_of(checkpoint: Checkpoint, communicator: Communicator) -> str:
     """SHA-256 of all weights, by name: the same for whatever layout wrote them. The ranks share the work."""
     names = sorted(name for name in checkpoint.tensors if checkpoint.has_weights(name))
-    own: dict[str, str] = {}
-    with TensorStream(checkpoint) as stream:
-        for name in names[communicator.rank :: communicator.size]:
-            own[name] = stream.sha256(name, WEIGHT)
+    own = {name: sha256(checkpoint, name, WEIGHT) for name in names[communicator.rank :: communicator.size]}
     found = {name: digest for each in communicator.gather(own) for name, digest in each.items()}
     return hashlib.sha256("\n".join(f"{name} {found[name]}" for name in names).encode()).hexdigest()
 

@@ -27,7 +27,7 @@ from megatron.checkpoint.format.errors import brief, by_layer
 from megatron.checkpoint.format.index import INDEX_NAME
 from megatron.checkpoint.format.index_file import HashTree
 from megatron.checkpoint.read import read_plan
-from megatron.checkpoint.read.logical import TensorStream
+from megatron.checkpoint.read.logical import streamed
 from megatron.checkpoint.reshape import reshape
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
@@ -319,9 +319,8 @@ def test_one_process_writes_tensor_by_tensor(tmp_path):
             checkpoint.read(FragmentSpec.whole(tensor, "weight"), torch.float32).data,
             model.values[tensor.name, "master"].reshape(-1),
         )
-        with TensorStream(checkpoint) as stream:
-            values_of = torch.cat([part.clone() for part in stream.values(FragmentSpec.whole(tensor, "weight"))])
-        assert torch.equal(values_of, model.values[tensor.name, "master"].reshape(-1))
+        parts = list(streamed(checkpoint, FragmentSpec.whole(tensor, "weight")))
+        assert torch.equal(torch.cat(parts), model.values[tensor.name, "master"].reshape(-1))
     for wrong, message in (
         (lambda number: [torch.zeros(2)], "values were announced, not"),
         (lambda number: [torch.zeros(items[number][0].length + 1)], "values were announced, not"),
