@@ -27,15 +27,18 @@ def host_name() -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The machines of a run: `names` by rank, and the `rank` of this process."""
+    """The machines of a run: `names` by rank, the `rank` of this process, and its ways to the others."""
 
     names: tuple[str, ...]
     rank: int
+    talk: Communicator  # of all ranks, for the main thread
+    courier: Courier | None  # sends files from host to host. None in a run of one process.
 
     @classmethod
-    def of(cls, communicator: Communicator) -> Hosts:
+    def of(cls, talk: Communicator, device: torch.device | str) -> Hosts:
         """All ranks call it."""
-        return cls(tuple(communicator.gather(host_name())), communicator.rank)
+        courier = Courier(talk.rank, device) if talk.size > 1 else None
+        return cls(tuple(talk.gather(host_name())), talk.rank, talk, courier)
 
     @cached_property
     def members(self) -> list[list[int]]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..format.communicator import SOLO, Communicator, all_problems
+from ..format.communicator import all_problems
 from ..format.durable import MANIFEST_NAME, META_NAME, leftover_name, step_name, write_file
 from ..format.errors import CheckpointError, brief, describe_error
 from ..format.fragment import Fragment
@@ -25,53 +26,39 @@ from ..format.manifest import manifest_of, open_index, part_of, read_manifest, w
 from ..format.rankfile import FileRecord, file_name
 from ..read.read_plan import plan
 from ..read.reader import Checkpoint
-from .hosts import Courier, Hosts, Parcel, private
+from .hosts import Hosts, Parcel, private
 
 HEAD = (INDEX_NAME, META_NAME, MANIFEST_NAME)
 INBOX = "head"  # in the folder of the whole, on rank 0's host
 
 
+@dataclass
 class SharedHead:
-    """The exchange of heads. Every rank makes one, and calls every method.
+    """The exchange of heads. Every rank makes one, and calls every method."""
 
-    Args:
-        root: the folder of the whole checkpoint, the same on all hosts.
-        part: the folder of this host's part, None if it has none.
-        holders: file -> numbers of the hosts that have it. The first one reports it.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        part: Path | None,
-        holders: dict[str, list[int]],
-        hosts: Hosts,
-        communicator: Communicator,
-        courier: Courier | None,
-    ) -> None:
-        self._root, self._part, self._holders, self._hosts = root, part, holders, hosts
-        self._talk, self._courier = communicator, courier
-        self._givers = sorted({numbers[0] for numbers in holders.values()})
+    root: Path  # the folder of the whole checkpoint, the same on all hosts
+    part: Path | None  # the folder of this host's part, None if it has none
+    holders: dict[str, list[int]]  # file -> numbers of the hosts that have it. The first one reports it.
+    hosts: Hosts
 
     def share(self) -> list[str]:
         """Bring the head to all hosts. Returns the problems, on every rank."""
-        brought = self._brought()
-        problems = self._make(brought) if self._talk.rank == 0 else []
+        brought, talk = self._brought(), self.hosts.talk
+        problems = self._make(brought) if talk.rank == 0 else []
         for _ in brought:  # on rank 0 the remaining ones
             pass
-        if self._talk.rank == 0:
-            shutil.rmtree(self._root / INBOX, ignore_errors=True)
-        sizes = [_size(self._root, name) for name in HEAD]
-        problems, sizes = self._talk.broadcast([problems, sizes])
-        if not problems and self._courier is not None:
-            leads = [ranks[0] for ranks in self._hosts.members]
+        if talk.rank == 0:
+            shutil.rmtree(self.root / INBOX, ignore_errors=True)
+        sizes = [_size(self.root, name) for name in HEAD]
+        problems, sizes = talk.broadcast([problems, sizes])
+        if not problems and self.hosts.courier is not None:
+            leads = [ranks[0] for ranks in self.hosts.members]
             parcels = [
                 Parcel(name, size, leads[(number - 1) // 2], leads[number])
                 for name, size in zip(HEAD, sizes, strict=True)
                 for number in range(1, len(leads))
             ]
-            failed = self._courier.carry(parcels, self._root, self._root)
-            problems = all_problems(self._talk, self._told(failed))
+            problems = all_problems(talk, self._carried(parcels, self.root, self.root))
         return list(problems)
 
     def _make(self, brought: Iterator[tuple[int, Path, list[str]]]) -> list[str]:
@@ -87,33 +74,34 @@ class SharedHead:
                 index, known = open_index(folder, read_manifest(folder))
                 text, rows = index.vocabulary.to_json(), index.rows
                 for place, record in enumerate(known):
-                    if self._holders.get(record.path, [-1])[0] == number:
+                    if self.holders.get(record.path, [-1])[0] == number:
                         records.append(record)
                         yield text, rows[rows["file"] == place]
 
         try:
-            index = write_merged(self._root, tables(), records, whole=True)
-            write_file(self._root / META_NAME, metas[0], wait=False)
-            write_file(self._root / MANIFEST_NAME, manifest_of(index, metas[0]), wait=False)
+            index = write_merged(self.root, tables(), records, whole=True)
+            write_file(self.root / META_NAME, metas[0], wait=False)
+            write_file(self.root / MANIFEST_NAME, manifest_of(index, metas[0]), wait=False)
         except Exception as error:  # the other ranks wait for the report
-            return [f"{self._hosts.name}: {describe_error(error)}"]
+            return [f"{self.hosts.name}: {describe_error(error)}"]
         return []
 
     def _brought(self) -> Iterator[tuple[int, Path, list[str]]]:
         """For each host that reports files: (number, folder on rank 0 with its part's head, problems). Collective."""
-        sizes = self._talk.gather([_size(self._part, name) for name in HEAD] if self._hosts.leads else [])
-        for number in self._givers:
-            lead = self._hosts.members[number][0]
+        sizes = self.hosts.talk.gather([_size(self.part, name) for name in HEAD] if self.hosts.leads else [])
+        for number in sorted({numbers[0] for numbers in self.holders.values()}):
+            lead = self.hosts.members[number][0]
             if lead == 0:
-                yield number, self._part or self._root, []
+                yield number, self.part or self.root, []
             else:
-                assert self._courier is not None
                 parcels = [Parcel(name, size, lead, 0) for name, size in zip(HEAD, sizes[lead], strict=True)]
-                failed = self._courier.carry(parcels, self._part or self._root, self._root / INBOX)
-                yield number, self._root / INBOX, self._told(failed)
+                inbox = self.root / INBOX
+                yield number, inbox, self._carried(parcels, self.part or self.root, inbox)
 
-    def _told(self, failed: dict[str, OSError]) -> list[str]:
-        return [f"{self._hosts.name}: {error}" for error in failed.values()]
+    def _carried(self, parcels: list[Parcel], source: Path, target: Path) -> list[str]:
+        assert self.hosts.courier is not None  # there are several ranks
+        failed = self.hosts.courier.carry(parcels, source, target)
+        return [f"{self.hosts.name}: {error}" for error in failed.values()]
 
 
 def _size(folder: Path | None, name: str) -> int:
@@ -144,7 +132,7 @@ class Verified:
     problems: list[str]
 
 
-def verify(found: FoundSave, folder: Path, key: str, hosts: Hosts, communicator: Communicator) -> Verified:
+def verify(found: FoundSave, folder: Path, key: str, hosts: Hosts) -> Verified:
     """Verify every byte that any host has of a save. The ranks of a host share the work."""
     part, good, problems = None, [], []
     path = folder / step_name(found.step)
@@ -161,7 +149,7 @@ def verify(found: FoundSave, folder: Path, key: str, hosts: Hosts, communicator:
             wrong = part.file_damage(number)
             problems += [f"{hosts.name}: {each}" for each in wrong]
             good += [] if wrong else [part.records[number].rank]
-    everything = communicator.gather([good, problems])
+    everything = hosts.talk.gather([good, problems])
     holders: dict[str, list[int]] = {}
     for rank, (writers, _) in enumerate(everything):
         for writer in writers:
@@ -169,40 +157,32 @@ def verify(found: FoundSave, folder: Path, key: str, hosts: Hosts, communicator:
     return Verified(part, holders, list(dict.fromkeys(each for _, told in everything for each in told)))
 
 
-def gather(
-    found: FoundSave,
-    level: str,
-    folder: Path,
-    key: str,
-    hosts: Hosts,
-    communicator: Communicator,
-    courier: Courier | None,
-) -> GatheredCheckpoint:
+def gather(found: FoundSave, level: str, folder: Path, key: str, hosts: Hosts) -> GatheredCheckpoint:
     """Open a save of all hosts. Every rank calls it.
 
     Raises:
         CheckpointError: on every rank: a file is missing or damaged on all hosts.
     """
-    title = f"{level}, step {found.step}"
-    seen = verify(found, folder, key, hosts, communicator)
+    title, talk = f"{level}, step {found.step}", hosts.talk
+    seen = verify(found, folder, key, hosts)
     lost = found.total - len(seen.holders)
     if lost:
         why = f" ({brief(seen.problems)})" if seen.problems else ""
         raise CheckpointError(
             title, f"{lost} of {found.total} files are on no host, or damaged on all that have them{why}"
         )
-    root = leftover_name(folder / step_name(found.step), "tmp", communicator.broadcast(uuid.uuid4().hex[:12]))
-    problems = all_problems(communicator, _lay_out(root, seen, hosts) if hosts.leads else [])
+    root = leftover_name(folder / step_name(found.step), "tmp", talk.broadcast(uuid.uuid4().hex[:12]))
+    problems = all_problems(talk, _lay_out(root, seen, hosts) if hosts.leads else [])
     if not problems:
         part = None if seen.part is None else seen.part.path
-        problems = SharedHead(root, part, seen.holders, hosts, communicator, courier).share()
+        problems = SharedHead(root, part, seen.holders, hosts).share()
     checkpoint = None
     if not problems:
         try:
-            checkpoint = GatheredCheckpoint(root, title, seen.holders, hosts, communicator, courier)
+            checkpoint = GatheredCheckpoint(root, title, seen.holders, hosts)
         except CheckpointError as error:
             problems = [f"{hosts.name}: {describe_error(error)}"]
-        problems = all_problems(communicator, problems)
+        problems = all_problems(talk, problems)
     if problems or checkpoint is None:
         raise CheckpointError(title, problems)
     return checkpoint
@@ -229,42 +209,26 @@ def _lay_out(root: Path, seen: Verified, hosts: Hosts) -> list[str]:
 class GatheredCheckpoint(Checkpoint):
     """A checkpoint that is spread over hosts. Files of other hosts are fetched on reading."""
 
-    def __init__(
-        self,
-        root: Path,
-        title: str,
-        holders: dict[str, list[int]],
-        hosts: Hosts,
-        communicator: Communicator,
-        courier: Courier | None,
-    ) -> None:
+    def __init__(self, root: Path, title: str, holders: dict[str, list[int]], hosts: Hosts) -> None:
         super().__init__(root, share=hosts.place)
         self._title, self._holders, self._hosts = title, holders, hosts
-        self._talk, self._courier = communicator, courier
 
     @property
     def title(self) -> str:
         return self._title
 
-    def read_into(
-        self,
-        targets: Iterable[Fragment],
-        *,
-        cast: Collection[str] = (),
-        communicator: Communicator = SOLO,
-        threads: int = 4,
-    ) -> list[str]:
+    def read_into(self, targets: Iterable[Fragment], **options: Any) -> list[str]:
         """See `Checkpoint.read_into`. All ranks call it."""
         targets = list(targets)
         self._bring(self._needed(targets))
-        return super().read_into(targets, cast=cast, communicator=communicator, threads=threads)
+        return super().read_into(targets, **options)
 
     def release(self) -> None:
         """Delete the gathered folder. The hosts keep their own parts."""
-        self._talk.barrier()
+        self._hosts.talk.barrier()
         if self._hosts.leads:
             shutil.rmtree(self.path, ignore_errors=True)
-        self._talk.barrier()
+        self._hosts.talk.barrier()
 
     def _needed(self, targets: list[Fragment]) -> set[str]:
         numbers: set[int] = set()
@@ -276,20 +240,20 @@ class GatheredCheckpoint(Checkpoint):
 
     def _bring(self, names: set[str]) -> None:
         lacking = sorted(name for name in names if self._hosts.own not in self._holders[name])
-        parcels = self._parcels(self._talk.gather(lacking))
+        parcels = self._parcels(self._hosts.talk.gather(lacking))
         problems = [str(each) for each in self._carried(parcels).values()]
         numbers = {record.path: number for number, record in enumerate(self.records)}
         for parcel in parcels:
             if parcel.receiver == self._hosts.rank:
                 problems += self.file_damage(numbers[parcel.name])
-        self._raise_together(problems, self._talk)
+        self._raise_together(problems, self._hosts.talk)
 
     def _carried(self, parcels: list[Parcel]) -> dict[str, OSError]:
         if not parcels:
             return {}
-        if self._courier is None:
+        if self._hosts.courier is None:
             raise CheckpointError(self._title, "files of other hosts are needed, but no process group can send them")
-        return self._courier.carry(parcels, self.path, self.path)
+        return self._hosts.courier.carry(parcels, self.path, self.path)
 
     def _parcels(self, wanted: list[list[str]]) -> list[Parcel]:
         sizes = {record.path: record.size for record in self.records}

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ..format.communicator import Communicator
 from ..format.durable import (
     MANIFEST_NAME,
     META_NAME,
@@ -30,7 +29,7 @@ from ..format.fragment import Fragment
 from ..format.manifest import Meta, manifest_of, open_index, part_of, read_manifest, write_merged
 from ..format.rankfile import FileRecord, file_name, host_values, tables_of, write_rank_file
 from ..save.store import Store
-from .hosts import Courier, Hosts, Parcel, private
+from .hosts import Hosts, Parcel, private
 
 NOTES, NOTE_BYTES = "notes", 256  # padded with spaces, so that receivers know the size
 KEY = "level"  # in `Meta.extra`: the save of a part, and its number of files
@@ -56,18 +55,9 @@ class Level:
         neighbours: number of following hosts that get copies of this host's files.
     """
 
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        keep: int,
-        neighbours: int,
-        hosts: Hosts,
-        communicator: Communicator,
-        courier: Courier | None,
-    ) -> None:
+    def __init__(self, name: str, folder: Path, keep: int, neighbours: int, hosts: Hosts) -> None:
         self.name, self.folder, self.keep = name, folder, keep
-        self._neighbours, self._hosts, self._communicator, self._courier = neighbours, hosts, communicator, courier
+        self._neighbours, self._hosts, self._communicator = neighbours, hosts, hosts.talk
 
     # ---- writing
 
@@ -95,7 +85,7 @@ class Level:
         sizes = self._communicator.gather(size)
         facts = {"save": save, "files": sum(map(bool, sizes)), "branch": branch}
         meta = replace(meta, ledger=ledger, extra={**meta.extra, KEY: facts})
-        parcels = self._parcels(sizes) if self._courier is not None else []
+        parcels = self._parcels(sizes)
         self._together(draft, lambda: self._carry(draft, parcels))
         self._together(draft, lambda: self._commit(draft, sizes, parcels, meta))
         self._together(draft, lambda: self._take_name(draft, path))
@@ -120,9 +110,9 @@ class Level:
         raise (CheckpointError if otherwise else StoreRefuses)(subject, [result, *problems]) from failure
 
     def _carry(self, draft: Path, parcels: list[Parcel]) -> None:
-        problems = self._courier.carry(parcels, draft, draft) if self._courier is not None else {}
-        if problems:
-            raise next(iter(problems.values()))
+        courier = self._hosts.courier
+        for problem in courier.carry(parcels, draft, draft).values() if courier is not None else ():
+            raise problem
 
     def _commit(self, draft: Path, sizes: list[int], parcels: list[Parcel], meta: Meta) -> None:
         if not self._hosts.leads:

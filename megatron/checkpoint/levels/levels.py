@@ -20,7 +20,7 @@ from ..format.errors import CheckpointError, StoreRefuses, brief, disk_refuses
 from ..format.fragment import Fragment
 from ..format.manifest import Meta
 from ..read.reader import Checkpoint
-from .hosts import Courier, Hosts, own_folder
+from .hosts import Hosts, own_folder
 from .index_exchange import FoundSave, gather
 from .level import KEY, Level
 
@@ -36,7 +36,7 @@ class Levels:
         sections: of `checkpoint.levels` that are on hosts, the nearest first.
         directory: the run's folder of checkpoints, which all hosts see.
         communicator: of all ranks, for the main thread.
-        courier: sends files from host to host. None in a run of one process.
+        device: of messages between hosts.
         insist: whether all folders must exist now. Otherwise a disk that refuses is tried again at each save of its
             level.
 
@@ -52,11 +52,11 @@ class Levels:
         sections: Sequence[LevelSection],
         directory: str | Path,
         communicator: Communicator,
-        courier: Courier | None,
+        device: torch.device | str = "cpu",
         insist: bool = True,
     ) -> None:
-        self._communicator, self._courier, self._insist = communicator, courier, insist
-        self.hosts = Hosts.of(communicator)
+        self._communicator, self._insist = communicator, insist
+        self.hosts = Hosts.of(communicator, device)
         self._folders: list[Path] = []
         self._note = Path(directory) / TOKEN
         self._token, self._left = self._known()
@@ -91,10 +91,7 @@ class Levels:
         insist: bool = True,
     ) -> Levels | None:
         """The levels of a run, None if it has none."""
-        if not sections:
-            return None
-        courier = Courier(communicator.rank, device) if communicator.size > 1 else None
-        return cls(sections, directory, communicator, courier, insist)
+        return cls(sections, directory, communicator, device, insist) if sections else None
 
     def save(self, number: int, step: int, fragments: Iterable[Fragment], meta: Meta) -> str | None:
         """Save a step at a level. Returns the reason if that failed: a run continues without a level."""
@@ -111,7 +108,7 @@ class Levels:
         for found in self._candidates(least):
             level = self.levels[found.level]
             try:
-                checkpoint = gather(found, level.name, level.folder, KEY, self.hosts, self._communicator, self._courier)
+                checkpoint = gather(found, level.name, level.folder, KEY, self.hosts)
                 return checkpoint, skipped
             except CheckpointError as error:
                 skipped.append((Path(error.subject), brief(error.problems)))
@@ -180,10 +177,7 @@ class Levels:
                 f"{name} of {self.hosts.name}: {error}. The run continues without this level until its next save"
             )
         self._folders.append(folder)
-        return Level(
-            name, folder / name.replace(" ", "_"), int(section.keep), section.neighbours, self.hosts,
-            self._communicator, self._courier if section.neighbours else None,
-        )  # fmt: skip
+        return Level(name, folder / name.replace(" ", "_"), int(section.keep), section.neighbours, self.hosts)
 
     def _known(self) -> tuple[str, list[int]]:
         """The token in the names of this run's folders on hosts, and the steps after which it left a branch.
