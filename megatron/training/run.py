@@ -108,7 +108,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     _describe_data(loader, log)
     with _mistakes(place):
         own, insist = config.checkpoint, not place.attempt
-        levels = Levels.of(own.near, own.dir, world.communicator, world.device, insist)
+        levels = Levels(own.near, own.dir, world.communicator, world.device, insist) if own.near else None
         for line in levels.refused if levels else ():
             log(f"warning: {line}")
         source = find(config, world, log, place.attempt, levels)

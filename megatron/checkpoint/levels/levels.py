@@ -81,18 +81,6 @@ class Levels:
                 level.clean()
         communicator.barrier()
 
-    @classmethod
-    def of(
-        cls,
-        sections: Sequence[LevelSection],
-        directory: str | Path,
-        communicator: Communicator,
-        device: torch.device | str = "cpu",
-        insist: bool = True,
-    ) -> Levels | None:
-        """The levels of a run, None if it has none."""
-        return cls(sections, directory, communicator, device, insist) if sections else None
-
     def save(self, number: int, step: int, fragments: Iterable[Fragment], meta: Meta) -> str | None:
         """Save a step at a level. Returns the reason if that failed: a run continues without a level."""
         try:

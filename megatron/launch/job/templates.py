@@ -95,21 +95,13 @@ def sbatch(plan: JobPlan, folder: str) -> str:
     flags += ["--requeue"] if batch.requeue else ["--no-requeue"]
     head = [f"#SBATCH {flag}" for flag in (*flags, *batch.options)]
     again = f'[ "$status" -eq {STOPPED_EARLY} ] && scontrol requeue "$SLURM_JOB_ID"' if batch.requeue else "true"
-    return (
-        "\n".join([
-            "#!/bin/bash",
-            *head,
-            "",
-            *batch.setup,
-            f"cd {shlex.quote(plan.job.directory)} || exit 2",
-            f"{_deepy(plan, '--runner', 'slurm')}",
-            "status=$?",
-            f"# {STOPPED_EARLY}: the run was warned in time, has saved, and is not at its end.",
-            again,
-            "exit $status",
-        ])
-        + "\n"
-    )
+    note = f"# {STOPPED_EARLY}: the run was warned in time, has saved, and is not at its end."
+    return _script(plan, head, _deepy(plan, "--runner", "slurm"), "status=$?", note, again, "exit $status")
+
+
+def _script(plan: JobPlan, head: list[str], *work: str) -> str:
+    enter = f"cd {shlex.quote(plan.job.directory)} || exit 2"
+    return "".join(f"{line}\n" for line in ("#!/bin/bash", *head, "", *plan.launch.batch.setup, enter, *work))
 
 
 def pbs(plan: JobPlan) -> str:
@@ -129,21 +121,9 @@ def pbs(plan: JobPlan) -> str:
     head += [f"#PBS -q {batch.partition}"] if batch.partition else []
     head += ["#PBS -j oe", "#PBS -r y" if batch.requeue else "#PBS -r n", *(f"#PBS {line}" for line in batch.options)]
     hostfile = f'hostfile={shlex.quote(plan.resolved.config.run.dir)}/hosts."$PBS_JOBID"'
-    return (
-        "\n".join([
-            "#!/bin/bash",
-            *head,
-            "",
-            *batch.setup,
-            f"cd {shlex.quote(plan.job.directory)} || exit 2",
-            hostfile,
-            'mkdir -p -- "$(dirname -- "$hostfile")"',
-            f'sort -u "$PBS_NODEFILE" | sed \'s/$/ slots={ranks}/\' > "$hostfile"',
-            _deepy(plan, hostfile='--hostfile="$hostfile"'),
-            "exit $?",
-        ])
-        + "\n"
-    )
+    folder = 'mkdir -p -- "$(dirname -- "$hostfile")"'
+    hosts = f'sort -u "$PBS_NODEFILE" | sed \'s/$/ slots={ranks}/\' > "$hostfile"'
+    return _script(plan, head, hostfile, folder, hosts, _deepy(plan, hostfile='--hostfile="$hostfile"'), "exit $?")
 
 
 def kubernetes(plan: JobPlan) -> str:

@@ -39,9 +39,7 @@ def as_host(rank: int, name: str | None = None) -> None:
 
 def levels_at(folder: str, *sections: LevelSection, insist: bool = True) -> Levels:
     found = [each.model_copy(update={"path": str(each.path).replace("{folder}", folder)}) for each in sections]
-    levels = Levels.of(found, f"{folder}/checkpoints", GroupCommunicator(), insist=insist)
-    assert levels is not None
-    return levels
+    return Levels(found, f"{folder}/checkpoints", GroupCommunicator(), insist=insist)
 
 
 def host_folder(folder: str, host: int) -> Path:
