@@ -7,16 +7,14 @@ decoded one by one.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import numpy as np
 
+from .corpus.job import in_order
 from .token_file import TokenFile
 from .tokenizer import Tokenizer
 
@@ -25,7 +23,6 @@ CHECKED = 64  # documents on which the table of bytes is compared with the token
 ALONE = 1 << 23  # smaller files, in tokens, are searched by one process: starting others takes longer
 ALONE_DECODING = 1 << 18  # the same where documents are decoded
 
-Found = TypeVar("Found")
 Place = tuple[int, int, int]  # document, first token, tokens
 
 
@@ -38,9 +35,9 @@ class TextSearch:
     text: str
     table: list[bytes] | None
 
-    def run(self, begin: int, end: int) -> list[Place]:
+    def __call__(self, bounds: tuple[int, int]) -> list[Place]:
         """Matches that begin in tokens begin ... end-1 (or in these documents, where documents are decoded)."""
-        file = TokenFile(self.path)
+        file, (begin, end) = TokenFile(self.path), bounds
         if self.table is not None:
             return _in_bytes(file, self.table, self.text.encode(), begin, end)
         return [place for number in range(begin, end) for place in _decoded(file, self.tokenizer, number, self.text)]
@@ -59,44 +56,16 @@ def find_text(
     tokens).
     """
     table = table_of(file, tokenizer)
-    search = TextSearch(os.fspath(file.prefix), tokenizer, text, table)
     bounds = _bounds(file, by_token=table is not None)
     workers = workers or len(os.sched_getaffinity(0))
     if file.tokens < (ALONE if table is not None else ALONE_DECODING):
         workers = 1
     done = 0
-    for (begin, end), found in zip(bounds, in_processes(search, bounds, workers)):
+    settings = (os.fspath(file.prefix), tokenizer, text, table)
+    for (begin, end), found in in_order(bounds, workers, TextSearch, *settings):
         yield from found
         done += end - begin if table is not None else int(file.sizes[begin:end].sum())
         show(done, file.tokens)
-
-
-class Ranges(Protocol[Found]):
-    """Work on a range of tokens or documents, which worker processes can unpickle."""
-
-    def run(self, begin: int, end: int) -> list[Found]: ...
-
-
-def in_processes(work: Ranges[Found], bounds: list[tuple[int, int]], workers: int) -> Iterator[list[Found]]:
-    """The results of `work.run` for each range, in order."""
-    if workers == 1 or len(bounds) < 2:
-        yield from (work.run(*each) for each in bounds)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=(work,)) as pool:
-        for first in range(0, len(bounds), 4 * workers):  # results wait for their turn, so only some at once
-            yield from pool.map(_run, bounds[first : first + 4 * workers])
-
-
-_work: list[Ranges] = []  # of a worker process
-
-
-def _prepare(work: Ranges) -> None:
-    _work[:] = [work]
-
-
-def _run(bounds: tuple[int, int]) -> list:
-    return _work[0].run(*bounds)
 
 
 def _bounds(file: TokenFile, by_token: bool) -> list[tuple[int, int]]:

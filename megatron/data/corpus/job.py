@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -35,10 +35,8 @@ from .inputs import Input, InputChunk, read_chunks
 from .progress import Display, Progress
 
 _state: dict = {}
+Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-Settings = tuple["TokenizerSection", EncoderChoice, Treatment, np.dtype]
 
 
 class Worker:
@@ -71,22 +69,17 @@ def _start(make: Callable[..., Callable], settings: tuple) -> None:
     _state["worker"] = make(*settings)
 
 
-def _work(chunk: InputChunk) -> Any:
-    return _state["worker"](chunk)
-
-
-def encoded(chunks: Iterable[InputChunk], workers: int, *settings: *Settings) -> Iterator[tuple[InputChunk, Encoded]]:
-    """Each chunk of texts with its result, in order. `settings` make a `Worker`."""
-    return in_order(chunks, workers, Worker, *settings)
+def _work(item: Any) -> Any:
+    return _state["worker"](item)
 
 
 def in_order(
-    chunks: Iterable[InputChunk], workers: int, make: Callable[..., Callable[[InputChunk], Result]], *settings: Any
-) -> Iterator[tuple[InputChunk, Result]]:
-    """Each chunk with its result, in order.
+    items: Iterable[Item], workers: int, make: Callable[..., Callable[[Item], Result]], *settings: Any
+) -> Iterator[tuple[Item, Result]]:
+    """Each chunk, or another item of work, with its result, in order.
 
     Args:
-        chunks: read only a few chunks ahead.
+        items: read only a few items ahead.
         workers: processes. 1: the calling process.
         make: makes a process's worker from the settings.
 
@@ -95,13 +88,13 @@ def in_order(
     """
     if workers <= 1:
         worker = make(*settings)
-        yield from ((chunk, worker(chunk)) for chunk in chunks)
+        yield from ((item, worker(item)) for item in items)
         return
-    waiting: deque[tuple[InputChunk, Future[Result]]] = deque()
+    waiting: deque[tuple[Item, Future[Result]]] = deque()
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (make, settings)) as pool:
         try:
-            for chunk in chunks:
-                waiting.append((replace(chunk, content=b""), pool.submit(_work, chunk)))
+            for item in items:
+                waiting.append((item, pool.submit(_work, item)))
                 if len(waiting) > 3 * workers:
                     first, future = waiting.popleft()
                     yield first, future.result()
@@ -112,7 +105,7 @@ def in_order(
             rule = "a worker process ended (out of memory?)"
             raise DataError("workers", rule, "start again with fewer --workers (nothing is lost)") from error
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # submitted chunks are no longer needed
+            pool.shutdown(wait=False, cancel_futures=True)  # submitted work is no longer needed
             raise
 
 
@@ -305,7 +298,8 @@ def _encode(
     read, saved = done[progress.input], time.monotonic()
     display.show(progress, read)
     try:
-        for chunk, result in encoded(_chunks(job, progress), job.workers, job.tokenizer, choice, job.treatment, dtype):
+        settings = (job.tokenizer, choice, job.treatment, dtype)
+        for chunk, result in in_order(_chunks(job, progress), job.workers, Worker, *settings):
             _count(job, progress, chunk, result)
             parts.append(result)
             read = done[chunk.input] + chunk.compressed

@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config.file_access import parse_json
+from megatron.data.corpus.job import in_order
 from megatron.data.errors import DataError
 from megatron.data.plan import SyntheticPlan
 from megatron.data.provenance import Provenance
-from megatron.data.text_search import document_bounds, in_processes
+from megatron.data.text_search import document_bounds
 from megatron.data.token_file import TokenFile
 from megatron.data.tokenizer import Tokenizer
 
@@ -176,9 +177,9 @@ class Scan:
     unit: Tokens | Words
     index: NgramIndex
 
-    def run(self, begin: int, end: int) -> list[Hits]:
+    def __call__(self, bounds: tuple[int, int]) -> list[Hits]:
         """Hits in documents begin ... end-1."""
-        file = TokenFile(self.path)
+        file, (begin, end) = TokenFile(self.path), bounds
         if isinstance(self.unit, Words):
             self.unit.open(file)
         numbers = [self.unit.document(file[each]) for each in range(begin, end)]
@@ -203,10 +204,10 @@ def scan(
         workers: processes for large files. None: one for each core.
         show: called with (tokens done, all tokens).
     """
-    work, bounds = Scan(os.fspath(file.prefix), unit, index), document_bounds(file, PIECE)
+    bounds, settings = document_bounds(file, PIECE), (os.fspath(file.prefix), unit, index)
     workers = 1 if file.tokens < ALONE else workers or len(os.sched_getaffinity(0))
     done = 0
-    for (begin, end), found in zip(bounds, in_processes(work, bounds, workers)):
+    for (begin, end), found in in_order(bounds, workers, Scan, *settings):
         yield from found
         done += int(file.sizes[begin:end].sum())
         show(done, file.tokens)
