@@ -13,11 +13,9 @@ one file of model states with the optimizer's states in the order of its paramet
 from __future__ import annotations
 
 import math
-import shutil
 import subprocess
 import sys
 import tempfile
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +30,7 @@ from megatron.config.source.yaml_source import parse
 from megatron.parallel.layout.shard import LogicalTensor
 
 from .format.container import load_tensors
+from .format.durable import new_folder
 from .format.errors import CheckpointError, understanding
 from .format.fragment import MASTER, WEIGHT, FragmentSpec
 from .format.manifest import Meta
@@ -160,8 +159,7 @@ def export(checkpoint: Checkpoint, out: Path, names: Mapping[str, str] | None = 
     ]
     if bare:
         raise CheckpointError(checkpoint.path, bare)
-    draft = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:12]}")
-    try:
+    with new_folder(out) as draft:
         for name, found in states.items():
             folder = draft / "zero" / theirs[name]
             folder.mkdir(parents=True)
@@ -172,9 +170,6 @@ def export(checkpoint: Checkpoint, out: Path, names: Mapping[str, str] | None = 
             if "step" in checkpoint.meta.optimizer:
                 _save(torch.tensor(float(checkpoint.meta.optimizer["step"])), folder / f"{STEP}.pt")
         _write_engine_state(draft, checkpoint.meta, len(states))
-        draft.rename(out)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return len(states)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,6 +107,18 @@ def new_file(path: Path, *, wait: bool = True) -> Iterator[Callable[[bytes | mem
                 os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder that becomes `path` if nothing fails, and is removed otherwise."""
+    draft = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:12]}")
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        draft.rename(path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def write_file(path: Path, data: bytes, *, wait: bool = True) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -28,6 +25,7 @@ from megatron.model.stack import Model, ModelPlan, build_model
 from megatron.parallel.layers.parameters import logical_of, stored_tensors
 from megatron.parallel.layout.mesh import Mesh
 
+from ..format.durable import new_folder
 from ..format.errors import CheckpointError
 from ..format.fragment import MASTER, WEIGHT, FragmentSpec
 from ..read.reader import Checkpoint, config_of
@@ -179,7 +177,7 @@ def export(
             step.ours,
             torch.float32 if step.form.whole else reduce(torch.promote_types, [types[name] for name in step.ours]),
         )
-    with _draft(out) as draft:
+    with new_folder(out) as draft:
         files = []
         for file in write_tensors(draft, shapes_of(steps, shapes, types), tensor_reader(checkpoint, types), limit):
             progress(file)
@@ -194,18 +192,6 @@ def export(
         notes += _tokenizer_notes(draft, config)
         (draft / "README.md").write_text(model_card(checkpoint, config, architecture, wanted), encoding="utf-8")
     return Exported(out, architecture.name, architecture.class_name, wanted, files, notes)
-
-
-@contextmanager
-def _draft(out: Path) -> Iterator[Path]:
-    """A folder that becomes `out` if nothing fails, and is removed otherwise."""
-    draft = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:12]}")
-    draft.mkdir(parents=True)
-    try:
-        yield draft
-        draft.rename(out)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _export_whole(
@@ -226,7 +212,7 @@ def _export_whole(
             tensor.copy_(read(logical_of(tensor).name))
     theirs = model.as_saved(wanted)
     kind = theirs.config.model_type
-    with _draft(out) as draft:
+    with new_folder(out) as draft:
         ids, notes = write_tokenizer(draft, config.tokenizer, kind, config.training.sequence_length)
         for name, value in ids.items():
             for settings in (theirs.config, theirs.generation_config):

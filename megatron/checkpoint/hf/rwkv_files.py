@@ -7,7 +7,6 @@ RWKV-5 (x052), RWKV-6 (x060) and RWKV-7 (x070). The links are the Hugging Face t
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config, resolve
+from megatron.config.file_access import replacing
 from megatron.config.resolution import Resolved, combine
 from megatron.config.source.layers import ConfigSource as Values
 from megatron.kinds.common.links import Link
@@ -176,12 +176,8 @@ def export_published(checkpoint: Checkpoint, out: Path, *, dtype: str | None = N
         raise CheckpointError(out, problems)
     wanted = TYPES[dtype] if dtype else type_of(checkpoint)
     tensors = {name: tensor.clone() for name, tensor in to_hf(steps_of(config), tensor_reader(checkpoint, wanted))}
-    draft = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}")
-    try:
-        torch.save(tensors, draft)
-        draft.replace(out)
-    finally:
-        draft.unlink(missing_ok=True)
+    with replacing(out) as file:
+        torch.save(tensors, file)
     return wanted
 
 
