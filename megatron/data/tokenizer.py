@@ -368,6 +368,11 @@ def _end_of_folder(folder: Path) -> str | None:
         token = read_json(file).get("eos_token")
     except (ValueError, AttributeError) as error:
         raise DataError(file, f"it must be a JSON object ({error})", "fix it, or give tokenizer.eod_token") from error
+    return token_text(token)
+
+
+def token_text(token: Any) -> str | None:
+    """Text of a special token in a tokenizer's settings, which is a text or an object with one. None for others."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
 

@@ -29,7 +29,7 @@ from megatron.config.file_access import LARGEST, UnsafeName, path_inside, read_j
 from megatron.config.sections.data import TokenizerSection
 from megatron.config.sections.model import ModelSection
 from megatron.data.errors import DataError
-from megatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from megatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer, token_text
 
 from ..format.errors import CheckpointError, understanding
 from ..format.manifest import IMPORTED
@@ -382,9 +382,9 @@ def _beside(file: Path, folder: Path) -> dict[str, Any]:
 
 def _special(known: dict[str, Any], tokenizer: HuggingFaceTokenizer) -> tuple[dict[str, Any], list[str]]:
     """Special tokens by their text. One that tokenizer.json lacks would get an id that the model has no row for."""
-    texts = {name: token for name in _TOKENS if (token := _text(known.get(name))) is not None}
+    texts = {name: token for name in _TOKENS if (token := token_text(known.get(name))) is not None}
     more = known.get("additional_special_tokens") or known.get("extra_special_tokens") or []
-    extra = [token for each in more if (token := _text(each)) is not None] if isinstance(more, list) else []
+    extra = [token for each in more if (token := token_text(each)) is not None] if isinstance(more, list) else []
     lost = sorted({token for token in (*texts.values(), *extra) if tokenizer.backend.token_to_id(token) is None})
     found: dict[str, Any] = {name: token for name, token in texts.items() if token not in lost}
     if kept := [token for token in extra if token not in lost]:
@@ -392,11 +392,6 @@ def _special(known: dict[str, Any], tokenizer: HuggingFaceTokenizer) -> tuple[di
     if tokenizer.eod_id is not None:
         found["eos_token"] = tokenizer.backend.id_to_token(tokenizer.eod_id)
     return found, [f"the special token {token!r} was not written: tokenizer.json has no id for it" for token in lost]
-
-
-def _text(token: Any) -> str | None:
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else None
 
 
 def _prefix(tokenizer: HuggingFaceTokenizer) -> dict[str, bool]:

@@ -17,7 +17,7 @@ from ..corpus.inputs import InputChunk
 from ..errors import DataError
 from ..hashing import content_hash
 from ..sample import IGNORED
-from ..tokenizer import HuggingFaceTokenizer, build_tokenizer
+from ..tokenizer import HuggingFaceTokenizer, build_tokenizer, token_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # ShareGPT's names: `{"from": "human", "value": "..."}`.
@@ -184,7 +184,7 @@ def find_template(tokenizer: str, name: str | None, values: dict[str, Any]) -> C
     path = Path(tokenizer)
     folder = path if path.is_dir() else path.parent
     settings = _settings(folder / "tokenizer_config.json")
-    special = {key: text for key in SPECIAL if (text := _text(settings.get(key))) is not None}
+    special = {key: text for key in SPECIAL if (text := token_text(settings.get(key))) is not None}
     known = {**special, **values}
     if name in TEMPLATES:
         return ChatTemplate(str(name), TEMPLATES[str(name)], known)
@@ -215,12 +215,6 @@ def _settings(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(path, f"it must be JSON ({error})", "fetch the tokenizer again") from error
     return found if isinstance(found, dict) else {}
-
-
-def _text(value: Any) -> str | None:
-    """Of a special token, which is a text or an object with one."""
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else None
 
 
 def _read(path: Path) -> str:
