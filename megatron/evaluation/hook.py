@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from megatron.checkpoint.format.communicator import from_rank_0
-from megatron.checkpoint.save.policy import SavePolicy
+from megatron.checkpoint.save.policy import reason_to_save
 from megatron.config import Config
 from megatron.config.sections.output import ProbeOptions, TaskOptions
 from megatron.config.sequences import stage_of
@@ -88,7 +88,7 @@ class ProbesHook(Hook):
             (options, [Text(*each) for each in read_probes(options.path, tokenizer, longest_of(config, options))])
             for options in config.evaluation.probes
         ]
-        self._policy = SavePolicy.of(config.checkpoint)
+        self._saves = config.checkpoint
         self._scorer = Scorer(config, engine, world.mesh, world.device, texts=config.training.micro_batch_size)
 
     @classmethod
@@ -120,4 +120,4 @@ class ProbesHook(Hook):
     def _due(self, options: ProbeOptions, trainer: Trainer) -> bool:
         if options.every is not None:
             return trainer.completed % options.every == 0
-        return self._policy.due(trainer.completed, last_step=trainer.steps) is not None
+        return reason_to_save(self._saves, trainer.completed, last_step=trainer.steps) is not None

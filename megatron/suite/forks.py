@@ -102,15 +102,14 @@ def resolved_fork(fork: Fork, folder: Path, trunk: Resolved, *, ranks: int, chec
 
 def unsaved(forks: Sequence[Fork], config: Config, where: str) -> Iterator[Problem]:
     """Problems with branches whose checkpoint a run with this configuration does not save or keep."""
-    from megatron.checkpoint.save.policy import SavePolicy
+    from megatron.checkpoint.save.policy import reason_to_save
 
     section, last = config.checkpoint, config.training.stop_at_step or config.training.steps
-    policy = SavePolicy.of(section)
     late = [each.at for each in forks if each.at > last]
     if late:
         rule = f"must begin by the last step of the run, {last}, and {', '.join(map(str, late))} is later"
         yield Problem("forks", rule, "remove it, or train for longer", where=where)
-    lost = [each.at for each in forks if each.at <= last and policy.due(each.at, last_step=last) is None]
+    lost = [each.at for each in forks if each.at <= last and reason_to_save(section, each.at, last_step=last) is None]
     if lost:
         rule = f"must begin where every run saves a checkpoint, and none is saved at {', '.join(map(str, lost))}"
         yield Problem("forks", rule, f"set: {{checkpoint.steps: {lost}}}", where=where)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from ...config.sections.output import CheckpointSection
@@ -12,60 +11,40 @@ from ...config.sections.output import CheckpointSection
 LOG_SPACED = frozenset([0, *(2**power for power in range(10))])  # 0, 1, 2, 4, ..., 512
 
 
-@dataclass(frozen=True)
-class SavePolicy:
-    """The rules of when to save, from the configuration's `checkpoint` section."""
+def reason_to_save(
+    section: CheckpointSection,
+    step: int,
+    *,
+    last_step: int | None = None,
+    seconds_since_save: float = 0.0,
+    stopping: bool = False,
+    time_is_up: bool = False,
+) -> str | None:
+    """Reason to save after `step` optimizer steps (0: before the first), or None.
 
-    # every, store: save at multiples of these numbers of steps, except step 0. The latter also goes to the store.
-    every: int | None = None
-    minutes: float | None = None
-    steps: frozenset[int] = frozenset()
-    log_spaced: bool = False  # save at steps 0, 1, 2, 4, ..., 512
-    at_end: bool = True
-    auto: bool = False  # save at the interval that follows from the costs of failures and saves
-    store: int | None = None
-
-    @classmethod
-    def of(cls, section: CheckpointSection) -> SavePolicy:
-        return cls(
-            section.every, section.minutes, frozenset(section.steps), section.log_spaced, section.at_end, section.auto,
-            section.store_every,
-        )  # fmt: skip
-
-    def due(
-        self,
-        step: int,
-        *,
-        last_step: int | None = None,
-        seconds_since_save: float = 0.0,
-        stopping: bool = False,
-        time_is_up: bool = False,
-    ) -> str | None:
-        """Reason to save after `step` optimizer steps (0: before the first), or None.
-
-        Args:
-            last_step: the run's last step.
-            seconds_since_save: since the last save or the start. Clocks differ, so all ranks pass rank 0's value.
-            stopping: the run must stop (a signal, a wall-time limit). All ranks pass the same value.
-            time_is_up: with `auto`, whether the interval has passed. All ranks pass rank 0's value.
-        """
-        if stopping:
-            return "the run was asked to stop"
-        if self.at_end and last_step is not None and step == last_step:
-            return "the last step"
-        if self.every and step and step % self.every == 0:
-            return f"every {self.every} steps"
-        if self.store and step and step % self.store == 0:
-            return f"every {self.store} steps, for the store"
-        if step in self.steps:
-            return "in checkpoint.steps"
-        if self.log_spaced and step in LOG_SPACED:
-            return "log-spaced"
-        if self.minutes is not None and seconds_since_save >= 60 * self.minutes:
-            return f"every {self.minutes:g} minutes"
-        if self.auto and time_is_up:
-            return "the interval that loses least time"
-        return None
+    Args:
+        last_step: the run's last step.
+        seconds_since_save: since the last save or the start. Clocks differ, so all ranks pass rank 0's value.
+        stopping: the run must stop (a signal, a wall-time limit). All ranks pass the same value.
+        time_is_up: with `auto`, whether the interval has passed. All ranks pass rank 0's value.
+    """
+    if stopping:
+        return "the run was asked to stop"
+    if section.at_end and last_step is not None and step == last_step:
+        return "the last step"
+    if section.every and step and step % section.every == 0:
+        return f"every {section.every} steps"
+    if section.store_every and step and step % section.store_every == 0:
+        return f"every {section.store_every} steps, for the store"
+    if step in section.steps:
+        return "in checkpoint.steps"
+    if section.log_spaced and step in LOG_SPACED:
+        return "log-spaced"
+    if section.minutes is not None and seconds_since_save >= 60 * section.minutes:
+        return f"every {section.minutes:g} minutes"
+    if section.auto and time_is_up:
+        return "the interval that loses least time"
+    return None
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import Fragment, Meta
-from megatron.checkpoint.save.policy import SavePolicy
+from megatron.checkpoint.save.policy import reason_to_save
 from megatron.checkpoint.save.saver import Saved, Saver
 from megatron.checkpoint.save.writer import non_finite
 from megatron.config import Config
-from megatron.config.sections.output import LevelSection
+from megatron.config.sections.output import CheckpointSection, LevelSection
 from megatron.report.ledger import best_interval, goodput, read_ledger
 from megatron.worker.beacon import SAVE
 
@@ -101,12 +101,12 @@ class CheckpointHook(Hook):
 
     def __init__(
         self,
-        policy: SavePolicy,
+        section: CheckpointSection,
         saver: Saver,
         contents: Callable[[int], tuple[Iterable[Fragment], Meta]],
         inspect: Callable[[list[Fragment]], list[str]] = non_finite,
     ) -> None:
-        self._policy, self._saver, self._contents, self._inspect = policy, saver, contents, inspect
+        self._section, self._saver, self._contents, self._inspect = section, saver, contents, inspect
         self._saved_at = 0.0
         self._saved_step: int | None = None
         self._time_is_up = False
@@ -117,11 +117,11 @@ class CheckpointHook(Hook):
     def of(cls, parts: HookContext) -> CheckpointHook | None:
         if parts.saver is None or parts.contents is None:
             return None
-        return cls(SavePolicy.of(parts.config.checkpoint), parts.saver, parts.contents, parts.inspect)
+        return cls(parts.config.checkpoint, parts.saver, parts.contents, parts.inspect)
 
     def on_start(self, trainer: Trainer) -> None:
         self._saved_at = trainer.clock.total
-        if self._policy.auto and trainer.is_main:
+        if self._section.auto and trainer.is_main:
             self._interval = Interval(trainer.config, trainer.mesh.layout.world_size)
         if trainer.start and not trainer.moved:
             self._saved_step = trainer.start
@@ -129,7 +129,7 @@ class CheckpointHook(Hook):
             self._save_if_due(trainer)
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        minutes, now = self._policy.minutes, trainer.clock.total
+        minutes, now = self._section.minutes, trainer.clock.total
         due = minutes is not None and now - self._saved_at >= 60 * minutes
         due = due or (self._interval is not None and now - self._saved_at >= self._interval.seconds(now))
         if trainer.is_main and (due or (self._refused_at is not None and now - self._refused_at >= AGAIN)):
@@ -156,7 +156,8 @@ class CheckpointHook(Hook):
         if trainer.back is not None:
             return
         stopping = trainer.last and not trainer.finished
-        reason = self._policy.due(
+        reason = reason_to_save(
+            self._section,
             trainer.completed,
             last_step=trainer.steps,
             stopping=stopping,

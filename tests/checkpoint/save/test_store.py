@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 
 from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, Meta, save
 from megatron.checkpoint.save import store as store_module
-from megatron.checkpoint.save.policy import SavePolicy, StopSignals
+from megatron.checkpoint.save.policy import StopSignals, reason_to_save
 from megatron.checkpoint.save.store import Store, sole_writer
 from megatron.config.sections.output import CheckpointSection
 from megatron.parallel.layout.shard import LogicalTensor, Role
@@ -127,26 +126,25 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 # -- when --------------------------------------------------------------------------------------------------------------
 
 
-def saved(policy: SavePolicy, last: int) -> list[int]:
-    return [step for step in range(last + 1) if policy.due(step, last_step=last)]
+def saved(section: CheckpointSection, last: int) -> list[int]:
+    return [step for step in range(last + 1) if reason_to_save(section, step, last_step=last)]
 
 
 def test_pythia_schedule():
     """Steps 0, 1, 2, 4, ..., 512 and every thousandth to 143000: the 154 published checkpoints."""
-    steps = saved(SavePolicy(every=1000, log_spaced=True), 143000)
+    steps = saved(CheckpointSection(every=1000, log_spaced=True), 143000)
     assert steps == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *range(1000, 143001, 1000)]
     assert len(steps) == 154
 
 
 def test_policy_from_the_configuration():
     section = CheckpointSection(every=4, steps=[3, 9], minutes=2.0)
-    policy = SavePolicy.of(section)
-    assert saved(policy, 10) == [3, 4, 8, 9, 10]
-    assert saved(replace(policy, at_end=False), 10) == [3, 4, 8, 9]
-    assert policy.due(1, seconds_since_save=119.9) is None
-    assert policy.due(1, seconds_since_save=120.0) == "every 2 minutes"
-    assert policy.due(1, stopping=True) == "the run was asked to stop"
-    assert saved(SavePolicy(), 10) == [10]
+    assert saved(section, 10) == [3, 4, 8, 9, 10]
+    assert saved(section.model_copy(update={"at_end": False}), 10) == [3, 4, 8, 9]
+    assert reason_to_save(section, 1, seconds_since_save=119.9) is None
+    assert reason_to_save(section, 1, seconds_since_save=120.0) == "every 2 minutes"
+    assert reason_to_save(section, 1, stopping=True) == "the run was asked to stop"
+    assert saved(CheckpointSection(), 10) == [10]
 
 
 def test_signals_are_remembered_and_given_back():

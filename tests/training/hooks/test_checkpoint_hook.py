@@ -12,7 +12,6 @@ import torch
 from megatron.checkpoint import MASTER, Fragment, FragmentSpec, Meta, open_checkpoint
 from megatron.checkpoint.format import durable
 from megatron.checkpoint.format.errors import CheckpointError
-from megatron.checkpoint.save.policy import SavePolicy
 from megatron.checkpoint.save.saver import Saver
 from megatron.report.ledger import read_ledger
 from megatron.training.hooks import checkpoint as checkpoint_hook
@@ -41,7 +40,7 @@ def test_saved_steps_are_whole_and_of_their_step(tmp_path, asynchronous):
         return fragments, Meta(step=step)
 
     place = next(index for index, hook in enumerate(trainer.hooks) if isinstance(hook, CheckpointHook))
-    trainer.hooks[place] = CheckpointHook(SavePolicy.of(config.checkpoint), saver, contents)
+    trainer.hooks[place] = CheckpointHook(config.checkpoint, saver, contents)
     assert run(trainer).finished
     assert list(tables) == [0, 1, 2, 3, 4, 6, 7]
     left = saver.store.paths()
@@ -98,7 +97,7 @@ def test_a_disk_that_is_full_or_refuses_does_not_end_the_run(tmp_path, monkeypat
     monkeypatch.setattr(durable, "write_fully", write_or_not)
     monkeypatch.setattr(trainer, "log", said.append)
     place = next(index for index, hook in enumerate(trainer.hooks) if isinstance(hook, CheckpointHook))
-    trainer.hooks[place] = CheckpointHook(SavePolicy.of(config.checkpoint), saver, contents)
+    trainer.hooks[place] = CheckpointHook(config.checkpoint, saver, contents)
     if last:
         with pytest.raises(CheckpointError, match="step_00000008.*\n.*unchanged"):
             run(trainer)
@@ -135,7 +134,7 @@ def test_a_save_that_was_refused_is_tried_again_before_the_next_is_due(tmp_path,
         fragments = [Fragment(p.logical, MASTER, 0, 1, 0, p.detach().flatten()) for p in trainer.engine.parameters]
         return fragments, Meta(step=step)
 
-    trainer.hooks[place] = CheckpointHook(SavePolicy.of(config.checkpoint), saver, contents)
+    trainer.hooks[place] = CheckpointHook(config.checkpoint, saver, contents)
     assert run(trainer).finished
     saves = [
         (each["step"], each["reason"])

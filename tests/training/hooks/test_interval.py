@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.save.policy import SavePolicy
+from megatron.checkpoint.save.policy import reason_to_save
+from megatron.config.sections.output import CheckpointSection
 from megatron.report.ledger import best_interval, read_ledger
 from megatron.training.hooks.checkpoint import FIRST, LEAST, Interval
 from tests.training.settings import settings
@@ -86,5 +87,6 @@ def test_a_run_saves_when_the_interval_is_over(tmp_path: Path, monkeypatch: pyte
 
 
 def test_without_it_nothing_is_saved_by_time() -> None:
-    assert SavePolicy().due(5, time_is_up=True) is None and SavePolicy(auto=True).due(5) is None
-    assert SavePolicy(auto=True).due(5, time_is_up=True) == "the interval that loses least time"
+    never, auto = CheckpointSection(), CheckpointSection(auto=True)
+    assert reason_to_save(never, 5, time_is_up=True) is None and reason_to_save(auto, 5) is None
+    assert reason_to_save(auto, 5, time_is_up=True) == "the interval that loses least time"
