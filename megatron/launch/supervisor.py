@@ -256,7 +256,7 @@ def _elsewhere(plan: JobPlan) -> JobPlan:
     hosts = plan.choice.hosts
     if len(hosts) == 1:
         hosts = tuple(replace(host, slots=(*host.slots[1:], host.slots[0])) for host in hosts)
-    elif plan.settings.master_address:
+    elif plan.launch.master_address:
         log("launch.master_address is that of the first host: no rank moves")
     else:
         hosts = (*hosts[1:], hosts[0])
@@ -316,13 +316,15 @@ def start(plan: JobPlan, attempt: int) -> Result:
     job, todo = restarted(plan, attempt), commands(plan)
     if job.code != plan.job.code:
         log("the source code has changed since this run was started: what follows is computed by other code")
+    # An agent on this machine reads the same files. An edit meanwhile is no difference between hosts.
+    settings = plan.launch.model_copy(update={"check_code": plan.launch.check_code and not plan.choice.starter.here})
     if not any(each.dials for each in todo):
-        return Launcher(job, todo, plan.settings).run()
-    listener = AgentListener(network.towards([host.name for host in plan.choice.hosts], plan.settings.interface))
+        return Launcher(job, todo, settings, hang=plan.hang).run()
+    listener = AgentListener(network.towards([host.name for host in plan.choice.hosts], plan.launch.interface))
     files = [write_file(Path(each.credentials_file), listener.credentials()) for each in todo if each.credentials_file]
     todo = [replace(each, environment={**each.environment, VARIABLE: listener.credentials()}) for each in todo]
     try:
-        return Launcher(job, todo, plan.settings, listener).run()
+        return Launcher(job, todo, settings, listener, plan.hang).run()
     finally:
         listener.close()
         for file in files:

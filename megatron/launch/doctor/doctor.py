@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.problems import counted
+from megatron.config.sections.layout import LaunchSection
 from megatron.installation import code_version, root
 from megatron.worker import network
 
 from ..job.hosts import RunnerChoice
-from ..launcher.launcher import Launcher, LauncherSettings, Result
+from ..launcher.launcher import Launcher, Result
 from ..report import forwarding
 from ..report.console import Failure, RankConsole, hint_for
 from ..watch.watch import InquirySocket, instead_of_ranks
@@ -165,7 +166,7 @@ class Doctor:
             device="auto" if slots else "cpu",  # of a rank on the CPU agents hide no device
             bind="none",
         )
-        settings = LauncherSettings(
+        settings = LaunchSection(
             master_address=address, start_timeout=self.timeout, check_code=False, heartbeat=job.heartbeat
         )
         launcher, collector = Launcher(job, self.commands(job), settings), Collector()

@@ -21,7 +21,6 @@ from megatron.installation import code_now, code_version, root
 from megatron.worker.rendezvous import SECRET
 
 from .. import options
-from ..launcher.launcher import LauncherSettings
 from ..report import forwarding
 from ..wire.protocol import Command
 from ..wire.specification import Specification
@@ -49,7 +48,6 @@ class JobPlan:
     resolved: Resolved  # the configuration, resolved for the run's number of ranks
     choice: RunnerChoice  # the runner and the hosts
     job: Specification  # of the agents
-    settings: LauncherSettings  # how the launcher behaves
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -64,6 +62,12 @@ class JobPlan:
     @property
     def launch(self) -> LaunchSection:
         return self.resolved.config.launch
+
+    @property
+    def hang(self) -> str:
+        """The reaction to ranks that hang."""
+        asked = self.resolved.config.watch.hang
+        return ("stop" if self.launch.restarts else "report") if asked == "auto" else asked
 
     @property
     def logs(self) -> Path:
@@ -133,20 +137,7 @@ def _plan(
         raise ConfigError([*apart, *resolved.warnings])
     resolved = replace(resolved, warnings=(*resolved.warnings, *_over_hosts(resolved, choice)))
     _check_options(script, taken.own, resolved.config)
-    launch = resolved.config.launch
-    # An agent on this machine reads the same files. An edit meanwhile is no difference between hosts.
-    check_code = launch.check_code and not choice.starter.here
-    settings = LauncherSettings(
-        launch.master_address, launch.master_port, launch.interface, launch.start_timeout, check_code, _hang(resolved),
-        launch.heartbeat,
-    )  # fmt: skip
-    job = _specification(script, taken.own, resolved, choice, environment)
-    return JobPlan(script, taken, resolved, choice, job, settings)
-
-
-def _hang(resolved: Resolved) -> str:
-    config = resolved.config
-    return ("stop" if config.launch.restarts else "report") if config.watch.hang == "auto" else config.watch.hang
+    return JobPlan(script, taken, resolved, choice, _specification(script, taken.own, resolved, choice, environment))
 
 
 def _over_hosts(resolved: Resolved, choice: RunnerChoice) -> list[Problem]:
@@ -217,7 +208,7 @@ def without_hosts(plan: JobPlan, lost: set[str], environment: Mapping[str, str])
     hosts = tuple(host for host in plan.choice.hosts if host.name not in lost)
     if not hosts:
         raise HostError("no host is left")
-    if plan.settings.master_address and plan.choice.hosts[0].name in lost:
+    if plan.launch.master_address and plan.choice.hosts[0].name in lost:
         raise HostError("launch.master_address belongs to a host that is lost")
     size = plan.resolved.config.training.global_batch_size
     same_batch = ["training.accumulation=null", f"training.global_batch_size={size}"]
@@ -234,7 +225,7 @@ def with_spares(plan: JobPlan, lost: set[str]) -> tuple[JobPlan, dict[str, str]]
     hosts, taken = list(plan.choice.hosts), dict[str, str]()
     for index, host in enumerate(hosts):
         fits = [each for each in spares if len(each.slots) >= len(host.slots)]
-        given = index == 0 and plan.settings.master_address is not None  # an address that no other host has
+        given = index == 0 and plan.launch.master_address is not None  # an address that no other host has
         if host.name in lost and fits and not given:
             spares.remove(fits[0])
             hosts[index] = replace(fits[0], slots=fits[0].slots[: len(host.slots)])

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.worker import network
 
@@ -32,24 +33,14 @@ from ..wire.listener import AgentListener
 from ..wire.protocol import Command, Connection, MessagePipe, caught_signals
 from ..wire.specification import Specification
 
+if TYPE_CHECKING:
+    from megatron.config.sections.layout import LaunchSection
+
 AT_ONCE = 64  # connections that are being made at the same time
 BEAT = 5.0
 AFTER_GRACE = 15.0  # seconds that an agent may take beyond the grace before it is given up
 LAST_WORDS = 5.0  # seconds that other hosts have to fail too, before a start is given up
 FAILURE_GRACE = 5.0  # seconds between the stop and the kill of ranks whose peer has failed
-
-
-@dataclass(frozen=True)
-class LauncherSettings:
-    """Settings of the launcher. Ranks do not read them."""
-
-    master_address: str | None = None  # master_address, master_port: None to choose
-    master_port: int | None = None
-    interface: str | None = None  # the network interface for collectives. None to choose.
-    start_timeout: float = 120.0  # seconds until every host must have answered
-    check_code: bool = True  # whether every host must have the launcher's source code
-    hang: str = "off"  # the reaction to ranks that hang: "report", "stop" or "off"
-    heartbeat: float = 0.0  # seconds of an agent's silence after which its host is lost. 0 is never.
 
 
 @dataclass
@@ -80,14 +71,19 @@ class Result:
 
 
 class Launcher:
-    """One start of a job on its hosts. `run` does it all, in one thread."""
+    """One start of a job on its hosts. `run` does it all, in one thread.
+
+    Args:
+        hang: the reaction to ranks that hang: "report", "stop" or "off".
+    """
 
     def __init__(
         self,
         job: Specification,
         commands: list[Command],
-        settings: LauncherSettings,
+        settings: LaunchSection,
         listener: AgentListener | None = None,
+        hang: str = "off",
     ) -> None:
         self.job, self.settings, self.listener = job, settings, listener
         self.waiting = list(commands)
@@ -105,7 +101,7 @@ class Launcher:
         self.give_up_at = float("inf")
         self.started = self.stopping = self.quiet = False
         folder = Path(job.directory, job.logs).parent if job.logs else None
-        self.watch = RankWatch(self, folder, settings.hang)
+        self.watch = RankWatch(self, folder, hang)
         self.window = InquirySocket(of_ranks(self.watch), self.selector, folder)
         self.meeting: dict | None = None  # where ranks meet, once all hosts are ready
 
