@@ -22,7 +22,7 @@ from .order.blend import Blend, normalised_weights, weights_by_documents
 from .plan import PlannedPhase, SamplePlan, SyntheticPlan, Targets
 from .sample import AssemblyOptions, Corruption, Infilling
 from .skipped_batches import reserve
-from .source import OrderedSource, OrderRequest, SourceFile
+from .source import OrderedSource, SourceFile
 from .tokenizer import build_tokenizer
 
 
@@ -76,15 +76,8 @@ class _Builder:
             columns = ", ".join(self.targets.columns)
             rule = f"{config.objective.type} reads numbers of labels that token files do not have: {columns}"
             raise DataError("objective.type", rule, "use data.synthetic=pairs, or a source of your own that has them")
-        self.request = OrderRequest(
-            self.data.order,
-            self.data.packing,
-            tokens_read(lambda key: attrgetter(key)(config)) if split == "train" else config.training.sequence_length,
-            self.data.seed,
-            self.data.cache,
-            self.data.drop_long,
-            self.data.window,
-        )
+        length = config.training.sequence_length
+        self.read = tokens_read(lambda key: attrgetter(key)(config)) if split == "train" else length
 
     @property
     def requested(self) -> tuple[int, bool]:
@@ -234,7 +227,7 @@ class _Builder:
             None if spans is None else self._corruption(spans),
             filler=0 if data.packing == "until_overflow" else None,
             context=self.targets.context,
-            read=self.request.sequence_length,
+            read=self.read,
         )
 
     def _corruption(self, section: SpanCorruptionSection) -> Corruption:
@@ -263,7 +256,7 @@ class _Builder:
                 )
         once = whole or self.config.training.epochs is not None
         orders = [
-            each.order(self.request, None if once else wanted, 1 if once else None)
+            each.order(self.data, self.read, None if once else wanted, 1 if once else None)
             for each, wanted in zip(files, total)
         ]
         return [

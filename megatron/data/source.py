@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 from zipfile import BadZipFile
 
 import numpy as np
 
-from megatron.config.sections.data import SourceSection
+from megatron.config.sections.data import DataSection, SourceSection
 
 from .errors import DataError
 from .hashing import content_hash
@@ -24,19 +22,6 @@ from .sample import IGNORED, AssemblyOptions, Sample, assemble
 from .token_file import TokenFile
 
 PIECE = 1 << 24  # weights that are checked together
-
-
-@dataclass(frozen=True)
-class OrderRequest:
-    """The keys of `data` that an order depends on, and S. A `cache` of None keeps arrays in memory."""
-
-    kind: Literal["pythia", "stream", "sequential", "window"]
-    packing: Literal["continuous", "best_fit", "until_overflow", "unpacked"]
-    sequence_length: int
-    seed: int
-    cache: str | os.PathLike | None
-    drop_long: bool = False
-    window: int = 1
 
 
 class SourceFile:
@@ -112,27 +97,26 @@ class SourceFile:
             fix = "use the tokenizer that the file was made with, and its vocabulary size"
             raise DataError(self.file.bin_path, rule, fix)
 
-    def order(self, request: OrderRequest, samples: int | None, epochs: int | None) -> Order:
+    def order(self, data: DataSection, sequence_length: int, samples: int | None, epochs: int | None) -> Order:
         """The order of its samples. pythia needs the number of samples, or epochs, that will be read."""
-        where = (self.file, self.first, self.last, request.sequence_length)
-        known = {"fingerprint": self.facts["fingerprint"], "cache": request.cache}
-        if request.packing in ("best_fit", "unpacked"):
-            if request.kind in ("pythia", "window"):
-                rule = f"{request.packing} packs whole documents, and the {request.kind} order cuts them"
+        where = (self.file, self.first, self.last, sequence_length)
+        known = {"fingerprint": self.facts["fingerprint"], "cache": data.cache}
+        if data.packing in ("best_fit", "unpacked"):
+            if data.order in ("pythia", "window"):
+                rule = f"{data.packing} packs whole documents, and the {data.order} order cuts them"
                 raise DataError("data.packing", rule, "use data.order: stream (shuffled) or sequential")
-            apart = request.packing == "unpacked"
-            drawn = request.seed if request.kind == "stream" else None
-            return PackedOrder(*where, drawn, apart=apart, drop_long=request.drop_long, **known)
-        if request.packing == "until_overflow":
-            if request.kind != "pythia":
+            drawn = data.seed if data.order == "stream" else None
+            return PackedOrder(*where, drawn, apart=data.packing == "unpacked", drop_long=data.drop_long, **known)
+        if data.packing == "until_overflow":
+            if data.order != "pythia":
                 raise DataError("data.packing", "until_overflow is GPT-NeoX's", "use data.order: pythia, or best_fit")
-            known |= {"drop_long": request.drop_long, "labels": self.labels}
-            return OverflowOrder(*where, request.seed, samples=samples, epochs=epochs, **known)
-        if request.kind == "pythia":
-            return PythiaOrder(*where, request.seed, samples=samples, epochs=epochs, **known)
-        if request.kind == "window":
-            return WindowOrder(*where, request.seed, request.window)
-        return StreamOrder(*where, request.seed) if request.kind == "stream" else SequentialOrder(*where)
+            known |= {"drop_long": data.drop_long, "labels": self.labels}
+            return OverflowOrder(*where, data.seed, samples=samples, epochs=epochs, **known)
+        if data.order == "pythia":
+            return PythiaOrder(*where, data.seed, samples=samples, epochs=epochs, **known)
+        if data.order == "window":
+            return WindowOrder(*where, data.seed, data.window)
+        return StreamOrder(*where, data.seed) if data.order == "stream" else SequentialOrder(*where)
 
 
 def _checksums(file: TokenFile, manifest: Manifest | None) -> BlockChecksums | None:
