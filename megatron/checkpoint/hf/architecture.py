@@ -208,7 +208,7 @@ class Architecture:
     Attributes:
         name: its `model_type`.
         links: its tensors and ours.
-        layers: its blocks, and how its configuration orders them.
+        layers: its blocks, and how its configuration orders them. Default: an attention and an MLP in every layer.
         fields: options that both sides have.
         fixed: our options (dotted, below `model`) with the values that it always has.
         required: attributes of its configuration with the only value that we compute.
@@ -229,15 +229,15 @@ class Architecture:
 
     name: str
     links: tuple[Link, ...]
-    layers: Layers
-    fields: tuple[Field, ...]
-    fixed: dict[str, Any]
+    layers: Layers = Uniform({"attention/mlp": ""})
+    fields: tuple[Field, ...] = ()
+    fixed: dict[str, Any] = field(default_factory=dict)
     required: dict[str, Any] = field(default_factory=dict)
     parts: tuple[ConfigPart, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
     prefix: str = "model."
-    buffers: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    buffers: tuple[str, ...] = (r".*rotary_emb\..*",)
     predicts_more: bool = False
     further_block: str = ""
     further_copies: tuple[str, ...] = ()

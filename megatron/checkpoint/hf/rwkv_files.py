@@ -65,8 +65,6 @@ def architecture_of(config: Config) -> Architecture:
         kind,
         (*_OUTSIDE, *LINKS[kind]),
         uniform(f"{kind}/{kind}_ffn"),
-        fields=(),
-        fixed={},
         prefix="",
         buffers=(r"blocks\.0\.att\.v[012]",),  # unused tensors of the first layer
         own_class=f"a published {kind} file",

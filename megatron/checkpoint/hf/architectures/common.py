@@ -11,7 +11,7 @@ from megatron.kinds.attention import hf as attention
 from megatron.kinds.common.links import Link
 from megatron.kinds.mlp import hf as mlp
 
-from ..architecture import Architecture, ConfigPart, Field, Layers, Listed, listed, uniform
+from ..architecture import Architecture, ConfigPart, Field, Layers, Listed, listed
 from ..layer_types import RotaryPart
 
 OURS, THEIRS = "layers.{n}", "model.layers.{n}"
@@ -112,7 +112,7 @@ def norms(mixer: str, ffn: str) -> tuple[Link, ...]:
 def dense(
     name: str,
     links: tuple[Link, ...],
-    layers: Layers | None = None,
+    layers: Layers = Architecture.layers,
     *,
     more: tuple[Field, ...] = (),
     fixed: dict[str, Any] | None = None,
@@ -126,8 +126,7 @@ def dense(
         more: options in addition to `LLAMA_SIZES`.
         fixed: values in addition to `LLAMA_FIXED`, or in their place.
     """
-    layers, values = layers or uniform("attention/mlp"), LLAMA_FIXED | (fixed or {})
-    return Architecture(name, links, layers, (*LLAMA_SIZES, *more), values, parts=parts, **others)
+    return Architecture(name, links, layers, (*LLAMA_SIZES, *more), LLAMA_FIXED | (fixed or {}), parts=parts, **others)
 
 
 def mixed(

@@ -73,7 +73,6 @@ GEMMA3 = Architecture(
     fixed={**_GEMMA_FIXED, "attention.qk_norm": "head"},
     # its attention has the option and does not use it
     required={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
-    buffers=(r".*rotary_emb\..*",),
     newer=_newer_gemma3,
     older=lambda settings: {"rope_local_base_freq": settings["rope_parameters"][SLIDING]["rope_theta"]},
 )
@@ -243,7 +242,6 @@ GEMMA4 = Architecture(
         **{**common.EXPERTS_FIXED, "moe.own_norms": True},
         **common.options("moe.router", normalize=True, expert_scale=True, scale=1.0, groups=1),
     },
-    buffers=(r".*rotary_emb\..*",),
     by_layer=("head_dim", "num_key_value_heads"),
     newer=lambda model: "version 4 does not have the class",
 )

@@ -13,7 +13,7 @@ from megatron.kinds.common.links import Link, transposed
 from megatron.kinds.mlp import hf as mlp
 from megatron.model.rotary import rotated_channels
 
-from ..architecture import Architecture, Field, Found, Functions, Layers, runs_of, uniform
+from ..architecture import Architecture, Field, Found, Functions, Layers, runs_of
 from ..layer_types import FULL, SLIDING, RotaryPart, WindowPart, mixers_of, window_settings
 from . import common
 
@@ -52,7 +52,6 @@ GPT_NEOX = Architecture(
         Link("final_norm", "gpt_neox.final_layer_norm"),
         Link("head", "embed_out"),
     ),
-    uniform("attention/mlp"),
     fields=(
         *(*common.SIZES, *common.ATTENTION_BIASES, common.activation("hidden_act")),
         Field("mlp.hidden_size", "intermediate_size"),
@@ -90,7 +89,6 @@ GPT2 = Architecture(
         Link("final_norm", "transformer.ln_f"),
         common.HEAD,
     ),
-    uniform("attention/mlp"),
     fields=(*GPT2_FIELDS, Field("embedding.max_positions", "n_positions")),
     fixed={
         **LAYERNORM_FIXED,
@@ -124,7 +122,6 @@ _COHERE_FIXED = {**_SHARED_NORM, "norm.bias": False, **common.options("mlp", gat
 COHERE = Architecture(
     "cohere",
     _COHERE,
-    uniform(_BLOCK),
     fields=_COHERE_FIELDS,
     fixed=_COHERE_FIXED,
     required={"use_qk_norm": False},  # a norm with weights of each head's own is not computed here
@@ -159,7 +156,6 @@ STARCODER2 = Architecture(
         *(common.EMBEDDING, *common.LLAMA_ATTENTION, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS),
         *mlp.plain(f"{common.THEIRS}.mlp.c_fc", f"{common.THEIRS}.mlp.c_proj"),
     ),
-    uniform(_BLOCK),
     fields=(
         *_SIZES,
         Field("norm.epsilon", "norm_epsilon"),
@@ -175,7 +171,6 @@ NEMOTRON = Architecture(
         *(common.EMBEDDING, *common.LLAMA_ATTENTION, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS),
         *mlp.plain(f"{common.THEIRS}.mlp.up_proj", f"{common.THEIRS}.mlp.down_proj"),
     ),
-    uniform(_BLOCK),
     fields=(*_SIZES, Field("norm.epsilon", "norm_eps"), common.HEAD_DIM, *common.ATTENTION_BIASES, common.MLP_BIAS),
     fixed={**_SEQUENTIAL, "norm.unit_offset": True},
     parts=(RotaryPart(partial=True),),
@@ -186,7 +181,6 @@ _SHARED = Functions(lambda theirs: ({"residual.shared_norm": theirs.use_parallel
 STABLELM = Architecture(
     "stablelm",
     (common.EMBEDDING, *common.LLAMA_ATTENTION, *common.LLAMA_MLP, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS),
-    uniform(_BLOCK),
     fields=(*_SIZES, _EPSILON, Field("attention.qkv_bias", "use_qkv_bias"), PARALLEL),
     fixed={**LAYERNORM_FIXED, "attention.output_bias": False, **common.options("mlp", gated=True, bias=False)},
     required={"qk_layernorm": False},
@@ -206,7 +200,6 @@ PHI = Architecture(
         Link(f"{common.OURS}.mixer_norm", f"{common.THEIRS}.input_layernorm"),
         Link("final_norm", "model.final_layernorm"),
     ),
-    uniform(_BLOCK),
     fields=(*_SIZES, _EPSILON),
     fixed={**_BIASED_HEAD, **common.options("attention", qkv_bias=True, output_bias=True)},
     required={"qk_layernorm": False},
@@ -237,7 +230,6 @@ GPTJ = Architecture(
         Link(f"{common.OURS}.mixer_norm", f"{_GPTJ}.ln_1"),
         Link("final_norm", "transformer.ln_f"),
     ),
-    uniform(_BLOCK),
     fields=GPT2_FIELDS,
     fixed={**_BIASED_HEAD, **common.NO_ATTENTION_BIAS},
     parts=(Functions(_read_rotary, _write_rotary),),

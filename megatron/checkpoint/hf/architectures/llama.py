@@ -105,14 +105,7 @@ def _newer_olmo3(model: ModelSection) -> str:
     return ""
 
 
-OLMO3 = replace(
-    OLMO2,
-    name="olmo3",
-    layers=ByLayer({_BLOCK: ""}, ropes=True),
-    parts=(),
-    buffers=(r".*rotary_emb\..*",),
-    newer=_newer_olmo3,
-)
+OLMO3 = replace(OLMO2, name="olmo3", layers=ByLayer({_BLOCK: ""}, ropes=True), parts=(), newer=_newer_olmo3)
 
 # -- matrices that are joined ------------------------------------------------------------------------------------------
 
