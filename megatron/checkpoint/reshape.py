@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -197,15 +196,14 @@ def reshape(
         raise CheckpointError(target, wrong)
     draft = Draft.begin(target)
 
-    def write() -> list[FileRecord | None]:
-        records = []
-        for rank, items in enumerate(owned(layout, source.stored, source.tensors)):
-            progress(f"rank {rank} of {layout.world_size}")
-            read = [partial(streamed, source, spec) for spec, _ in items]
-            records.append(write_rank_file(draft.root, rank, items, lambda number, read=read: read[number]()))
-        return records
+    def write(rank: int, items: list[Item]) -> FileRecord | None:
+        progress(f"rank {rank} of {layout.world_size}")
+        return write_rank_file(draft.root, rank, items, lambda number: streamed(source, items[number][0]))
 
-    draft.write(write, replace(source.meta, layout=layout.sizes))
+    def write_all() -> list[FileRecord | None]:
+        return [write(*each) for each in enumerate(owned(layout, source.stored, source.tensors))]
+
+    draft.write(write_all, replace(source.meta, layout=layout.sizes))
     return _compare(source, target, progress) if verify else {}
 
 
