@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -25,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpoint import MASTER, Checkpoint, CheckpointError, FragmentSpec, Meta, write_tensors
+from megatron.checkpoint.format.durable import new_folder
 from megatron.checkpoint.hf.companions import Companions
 from megatron.checkpoint.hf.config import hf_config
 from megatron.checkpoint.hf.convert import ConversionStep, plan
@@ -230,14 +229,9 @@ def _config(options: AdapterSection, ranks: Mapping[str, int], base_name: str | 
 
 
 def _save(out: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    draft = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:12]}")
-    draft.mkdir(parents=True)
-    try:
+    with new_folder(out) as draft:
         save_file(tensors, draft / WEIGHTS, metadata={"format": "pt"})
         (draft / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        draft.rename(out)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 # -- import ------------------------------------------------------------------------------------------------------------
