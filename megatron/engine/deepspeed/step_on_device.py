@@ -44,6 +44,7 @@ def decide_on_device(optimizer: Any, inner: torch.optim.Optimizer) -> None:
     elif isinstance(optimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
         home, optimizer.get_grad_norm_direct = stage3, _norm_of_shards(optimizer)
         _order_on_device(optimizer)
+        _gather_after_updates(optimizer)
     else:
         return
     step = optimizer.step
@@ -192,6 +193,7 @@ def _add_up_offloaded_shards(optimizer: Any) -> None:
             return step(*arguments, **options)
 
     optimizer._get_norm_groups, optimizer._reassign_or_swap_out_partitioned_parameters = norms_of_groups, write
+    _gather_after_updates(optimizer)
     if device.type == "cuda":
         _order_on_device(optimizer)
         if not optimizer.offload_param:  # a gather of parameters from the host would have its source changed
@@ -241,6 +243,23 @@ def _order_on_device(optimizer: Any) -> None:
     optimizer.reduce_and_partition_stream = _OrderedStream(
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )
+
+
+def _gather_stream(optimizer: Any) -> Any:
+    """The stream of ZeRO 3's gathers. None on a CPU."""
+    return optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
+
+
+def _gather_after_updates(optimizer: Any) -> None:
+    """With `zero.overlap` gathers have a stream of their own. It must wait for new weights: the host does not."""
+    gathers, after = _gather_stream(optimizer), optimizer._post_step
+
+    def post_step(*arguments: Any) -> None:
+        after(*arguments)
+        gathers.wait_stream(torch.cuda.current_stream())
+
+    if gathers is not None:
+        optimizer._post_step = post_step
 
 
 def is_bf16_on_gpu(optimizer: Any) -> bool:

@@ -126,6 +126,41 @@ def test_experts_on_several_ranks():
     assert host == device
 
 
+class Gathers:
+    """Stands for the stream of ZeRO 3's gathers. It keeps the weights of the times at which it waits for another."""
+
+    def __init__(self) -> None:
+        self.optimizer: Any = None
+        self.found: list[torch.Tensor] = []
+
+    def of(self, optimizer: Any) -> Gathers:
+        self.optimizer = optimizer
+        return self
+
+    def wait_stream(self, other: str) -> None:
+        assert other == "the current one"
+        self.found.append(self.optimizer.fp16_partitioned_groups_flat[0].clone())
+
+
+def waited(offload: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The new weights of each step, and the weights at each wait of the stream of gathers."""
+    gathers = Gathers()
+    with (
+        _as_if(offload == "none"),
+        patch.object(step_on_device, "_gather_stream", gathers.of),
+        patch.object(torch.cuda, "current_stream", lambda: "the current one"),
+    ):
+        steps = _trained(offload == "none", 3, 0.0, False, {"zero": {"offload_optimizer": {"device": offload}}})
+    return [masters.to(gathers.found[0].dtype) for _, (masters, *_) in steps], gathers.found
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_gathers_of_another_stream_wait_for_the_update(offload: str):
+    """With `zero.overlap` a GPU gathers on a stream of its own, and the host no longer waits for the update."""
+    ((wanted, found),) = on_ranks(1, waited, offload)
+    assert len(found) == STEPS and all(map(torch.equal, wanted, found))
+
+
 OFFLOADED = [(stage, bad) for stage in (1, 2, 3) for bad in (False, True)]
 
 
