@@ -310,7 +310,10 @@ def test_a_part_without_a_formula_is_named():
 
 @pytest.mark.parametrize(
     ("stage", "precision", "wire", "stages"),
-    [(0, "fp32", "top_k", 1), (1, "bf16", "bf16", 1), (1, "fp32", "int8_block", 2), (2, "fp32", "fp16", 1)],
+    toured(
+        [(1, "fp32", "int8_block", 2), (0, "fp32", "top_k", 1), (1, "bf16", "bf16", 1), (2, "fp32", "fp16", 1)],
+        "layouts",
+    ),
 )
 def test_compressed_gradients(stage: int, precision: str, wire: str, stages: int):
     """The bytes follow the formulas, and the norm of the first step's gradients shows that they are averaged. Rounding
@@ -333,13 +336,16 @@ def test_compressed_gradients(stage: int, precision: str, wire: str, stages: int
 
 @pytest.mark.parametrize(
     ("axis", "wire", "name"),
-    [
-        ("tensor", "int8_block", "fp32: llama on tp2, sequence parallel"),
-        ("tensor", "fp16", "fp32: olmo2 on tp2, ZeRO 0, recomputation"),
-        ("pipeline", "int8_block", "fp32: gpt2 on tp2 · pp2, sequence parallel, recomputation"),
-        ("pipeline", "bf16", "fp32: llama on pp2"),
-        ("pipeline", "int8_block", "fp32: neox on pp2, ZB-V"),
-    ],
+    toured(
+        [
+            ("tensor", "int8_block", "fp32: llama on tp2, sequence parallel"),
+            ("tensor", "fp16", "fp32: olmo2 on tp2, ZeRO 0, recomputation"),
+            ("pipeline", "int8_block", "fp32: gpt2 on tp2 · pp2, sequence parallel, recomputation"),
+            ("pipeline", "bf16", "fp32: llama on pp2"),
+            ("pipeline", "int8_block", "fp32: neox on pp2, ZB-V"),
+        ],
+        "layouts",
+    ),
 )
 def test_compressed_activations(axis: str, wire: str, name: str):
     """As above: the bytes, which are fewer only on that axis, and the norm of the first step's gradients."""

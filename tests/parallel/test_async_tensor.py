@@ -26,6 +26,7 @@ from megatron.parallel.messages.account import Recorder
 from tests.model.parity import check_part
 from tests.parallel.test_tensor_parallel import MODELS, step, whole
 from tests.plan.test_search import LLAMA, question
+from tests.selection import toured
 from tests.training.layouts.layout_check import compare
 from tests.training.matrix import Case, cases, merged
 from tests.workers import run
@@ -74,7 +75,7 @@ def observed(values: dict, layout: Layout, on_gpu: bool):
     return found, called, recorder.tally.by("group", "operation", "dtype")
 
 
-@pytest.mark.parametrize("ranks, on_gpu", [(2, False), (4, False), (2, True), (4, True)])
+@pytest.mark.parametrize("ranks, on_gpu", toured([(2, True), (2, False), (4, False), (4, True)], "layouts"))
 def test_equals_one_rank(ranks: int, on_gpu: bool):
     layout = Layout(tensor=ranks, sequence=True, async_tensor=True)
     for name, values in MODELS.items():
@@ -84,7 +85,7 @@ def test_equals_one_rank(ranks: int, on_gpu: bool):
             check_part(own, whole(name), (name, rank))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", toured(MODELS, "layouts"))
 def test_the_account_is_that_of_gathers_and_scatters(name: str):
     plain = Layout(tensor=2, sequence=True)
     overlapping = Layout(tensor=2, sequence=True, async_tensor=True)

@@ -27,6 +27,7 @@ from megatron.config.variants import overlay
 from megatron.engine.deepspeed.table import TableExecutor
 from megatron.worker.beacon import Beacon
 from tests.config.arithmetic.test_pipelines import drawn_table
+from tests.selection import toured
 from tests.training import runs
 from tests.training.matrix import cases
 from tests.workers import run
@@ -50,7 +51,7 @@ def bits(values: dict[str, Any], ranks: int) -> list:
 
 
 @pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("layers", ["(attention/mlp) x4", "(attention/mlp) (attention/moe) x3"])
+@pytest.mark.parametrize("layers", toured(["(attention/mlp) (attention/moe) x3", "(attention/mlp) x4"], "layouts"))
 def test_our_1f1b_is_deepspeeds(layers: str, more: dict, tmp_path: Path):
     """Dropout, tied embeddings, experts and their tables: losses, norms, the evaluation and all weights."""
     model = {"model": {"layers": layers, "moe": {"experts": 4}}}
@@ -59,7 +60,7 @@ def test_our_1f1b_is_deepspeeds(layers: str, more: dict, tmp_path: Path):
     assert bits(ours, 2) == bits(values, 2)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "rwkv7"])
+@pytest.mark.parametrize("architecture", toured(["gpt2", "rwkv7"], "layouts"))
 def test_no_schedule_changes_a_bit(architecture: str, tmp_path: Path):
     """Interleaved, all forward passes first, and in orders that were drawn."""
     values = values_of(f"fp32: {architecture} on pp2, two stages per rank")
@@ -105,7 +106,7 @@ def delayed(values: dict, ranks: int, seed: int) -> tuple[list, list[str]]:
     return [*found[:3], [(one[0].name, one[-1].tobytes()) for one in found[3]]], done
 
 
-@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("more", toured([{}, BF16], "layouts"), ids=["fp32", "bf16"])
 def test_results_do_not_depend_on_the_order_of_arrival(more: dict):
     """Four stages: the bits of DeepSpeed's 1F1B, in other orders."""
     values = overlay(values_of("fp32: gpt2 on pp4"), more)
@@ -170,7 +171,7 @@ def several(values: list[dict], ranks: int) -> list[list]:
     return [[*each[:3], [(one[0].name, one[-1].tobytes()) for one in each[3]]] for each in found]
 
 
-@pytest.mark.parametrize(("wire", "more"), [("top_k", {"zero": {"stage": 0}}), ("int8_block", BF16)])
+@pytest.mark.parametrize(("wire", "more"), toured([("top_k", {"zero": {"stage": 0}}), ("int8_block", BF16)], "layouts"))
 def test_compressed_gradients_of_any_schedule(wire: str, more: dict):
     """With the same stages, the bits of 1F1B by DeepSpeed, or of another schedule: errors are fed back alike."""
     compress = {"parallel": {"communication": {"compress": {"data": wire}}}}

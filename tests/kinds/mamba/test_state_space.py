@@ -21,7 +21,7 @@ from tests.float64 import DOUBLE, EXACT
 from tests.model.documents import check_documents
 from tests.model.parity import check_part, named, own_part, randomise, relative
 from tests.model.test_recomputation import Allocations
-from tests.selection import covering
+from tests.selection import covering, toured
 from tests.workers import run
 
 S, V = 24, 37
@@ -307,7 +307,8 @@ def steps(layout: Layout, mode: str) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize(
-    "ranks, sequence, mode", [(2, False, "none"), (2, True, "none"), (2, True, "full"), (4, True, "selective")]
+    "ranks, sequence, mode",
+    toured([(2, True, "full"), (2, False, "none"), (2, True, "none"), (4, True, "selective")], "layouts"),
 )
 def test_tensor_parallel_ranks_equal_one(ranks: int, sequence: bool, mode: str):
     found = run(ranks, steps, Layout(tensor=ranks, sequence=sequence), mode)

@@ -15,6 +15,7 @@ from megatron.parallel.layout.layout import Coordinates, Layout
 from megatron.parallel.layout.mesh import Mesh
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named, own_part, relative
+from tests.selection import toured
 from tests.workers import run
 
 H, S, B = 16, 12, 2
@@ -106,17 +107,20 @@ def whole(case: str, ranks: int):
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(data=2, expert=2),
-        Layout(data=4, expert=4),
-        Layout(data=4, expert=2),
-        Layout(data=2, tensor=2, expert=2),
-        Layout(data=2, tensor=2, expert=2, sequence=True),
-        Layout(data=2, tensor=2, expert=4, folded=True),
-        Layout(data=2, tensor=2, expert=2, folded=True, sequence=True),
-        Layout(data=1, tensor=2, expert=1, folded=True),
-        Layout(data=1, tensor=4, expert=2, folded=True),
-    ],
+    toured(
+        [
+            Layout(data=2, expert=2),
+            Layout(data=4, expert=4),
+            Layout(data=4, expert=2),
+            Layout(data=2, tensor=2, expert=2),
+            Layout(data=2, tensor=2, expert=2, sequence=True),
+            Layout(data=2, tensor=2, expert=4, folded=True),
+            Layout(data=2, tensor=2, expert=2, folded=True, sequence=True),
+            Layout(data=1, tensor=2, expert=1, folded=True),
+            Layout(data=1, tensor=4, expert=2, folded=True),
+        ],
+        "layouts",
+    ),
     ids=[
         "ep2",
         "ep4",

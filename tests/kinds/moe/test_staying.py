@@ -21,6 +21,7 @@ from megatron.evaluation.scoring import Scorer
 from megatron.kinds.moe.staying import Staying
 from megatron.kinds.moe.trace import traced
 from megatron.parallel.layers.parameters import stored_tensors
+from tests.selection import toured
 from tests.training import runs
 from tests.training.matrix import merged
 from tests.workers import run
@@ -143,7 +144,7 @@ def wanted(kind: str, ranks: int, placed: bool, texts: list[list[int]]) -> tuple
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "placed"),
-    [("one expert", 2, True), ("two experts, a shared one", 4, True), ("one expert", 4, False)],
+    toured([("one expert", 2, True), ("two experts, a shared one", 4, True), ("one expert", 4, False)], "layouts"),
 )
 def test_one_exchange_has_the_bits_of_two(tmp_path: Path, kind: str, ranks: int, placed: bool) -> None:
     path = tmp_path / "places.json"
