@@ -11,11 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from pydantic import TypeAdapter
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from megatron.worker.beacon import NAMES, ranks_of, ranks_text
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 _SIZES_DIFFER = ("all_to_all", "all_to_all_single", "gather", "scatter", "all_gather", "reduce_scatter", "barrier")
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -95,7 +97,11 @@ class Rank:
         return f"{self.phase}{layer}{step}{part}" + (f": {self.detail}" if self.detail else "")
 
 
-_RANK = TypeAdapter(Rank)
+@cache
+def _form() -> TypeAdapter[Rank]:
+    from pydantic import TypeAdapter  # only the launcher loads it, which has loaded it already
+
+    return TypeAdapter(Rank)
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ def rank_of(told: dict[str, Any], host: str) -> Rank:
             members = ranks_of(each["members"]) if peer < 0 else [told["rank"], peer]
             waiting = {"new": False, **each, "group": each["name"], "members": members}
     counts = {each["key"]: each["number"] for each in calls}
-    return _RANK.validate_python({**told, "host": host, "waiting": waiting, "calls": counts})
+    return _form().validate_python({**told, "host": host, "waiting": waiting, "calls": counts})
 
 
 def diagnose(ranks: Sequence[Rank]) -> Diagnosis:
