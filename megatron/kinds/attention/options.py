@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megatron.config.kind import KindUse, LayerKind
 from megatron.config.optimizer_kind import optimizer_kind
-from megatron.config.problems import divisors, near
-from megatron.config.section import Derivable, Derived, Needed, RotaryOptions, Section, key
+from megatron.config.problems import Problem, divisors, near
+from megatron.config.section import Derivable, Needed, RotaryOptions, Section, key
 from megatron.kinds.common.options import (
+    derived_key,
     divides_heads,
     divides_over_tensor_ranks,
     heads_are_given,
@@ -17,28 +18,18 @@ from megatron.kinds.common.options import (
     rotated_channels_are_pairs,
 )
 
-if TYPE_CHECKING:
-    from megatron.config.problems import Problem
-
 
 class AttentionOptions(Section):
     heads: Needed[int] = key(None, "Number of query heads. Needed where the pattern has an attention layer.", gt=0)
-    kv_heads: Derivable[int] = key(
-        None,
-        "Number of key/value heads (GQA, 1 is MQA).",
-        derived=Derived("model.attention.heads", lambda own, at: own["heads"], (".heads",)),
-        gt=0,
+    kv_heads: Derivable[int] = derived_key(
+        "Number of key/value heads (GQA, 1 is MQA).", "model.attention.heads", lambda own, at: own["heads"], ".heads"
     )
-    head_dim: Derivable[int] = key(
-        None,
+    head_dim: Derivable[int] = derived_key(
         "Channels per head.",
+        "model.hidden_size / model.attention.heads",
+        lambda own, at: at["model.hidden_size"] // own["heads"] or None if own["heads"] else None,
+        "model.hidden_size .heads",
         unit="channels",
-        derived=Derived(
-            "model.hidden_size / model.attention.heads",
-            lambda own, at: at["model.hidden_size"] // own["heads"] or None if own["heads"] else None,
-            ("model.hidden_size", ".heads"),
-        ),
-        gt=0,
     )
     position: Literal["rotary", "alibi", "none"] = key("rotary", "Position information inside attention.")
     rotary: RotaryOptions = key(RotaryOptions, "Rotary embedding options, used when position is rotary.")
@@ -62,15 +53,11 @@ class AttentionOptions(Section):
     )
     value_norm: bool = key(False, "Divide each head's values by their root mean square (Gemma 4).")
     softcap: float | None = key(None, "Cap attention logits c as softcap * tanh(c / softcap).", gt=0)
-    scale: Derivable[float] = key(
-        None,
+    scale: Derivable[float] = derived_key(
         "Multiplier of query-key products.",
-        derived=Derived(
-            "model.attention.head_dim ** -0.5",
-            lambda own, at: own["head_dim"] ** -0.5 if own["head_dim"] else None,
-            (".head_dim",),
-        ),
-        gt=0,
+        "model.attention.head_dim ** -0.5",
+        lambda own, at: own["head_dim"] ** -0.5 if own["head_dim"] else None,
+        ".head_dim",
     )
     input_multiplier: float = key(1.0, "Multiplies the input of queries, keys and values.", gt=0)
     output_multiplier: float = key(1.0, "Multiplies the output (Falcon-H1).", gt=0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron.config.kind import KindUse, LayerKind
+from megatron.config.problems import Problem
 from megatron.config.section import Derivable, Needed, RotaryOptions, Section, key
 from megatron.kinds.common.options import (
     derived_key,
@@ -17,9 +18,6 @@ from megatron.kinds.common.options import (
     rotary_scaling_is_complete,
     rotated_channels_are_pairs,
 )
-
-if TYPE_CHECKING:
-    from megatron.config.problems import Problem
 
 
 class CCAOptions(Section):

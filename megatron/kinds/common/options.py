@@ -82,7 +82,6 @@ def heads_have_channels(width: str, count: str, unit: str) -> Callable[[KindUse[
                 fix=f"give {width}, or fewer heads",
             )
 
-    rule.__name__ = "heads_have_channels"
     return rule
 
 
@@ -98,7 +97,6 @@ def divides_heads(name: str) -> Callable[[KindUse[Any]], Iterator[Problem]]:
                 fix=f"use {near(few, divisors(heads))} {name}",
             )
 
-    rule.__name__ = f"{name}_divide_heads"
     return rule
 
 
@@ -155,7 +153,6 @@ def in_order(low: str, high: str, fix: str, *, equal: bool = False) -> Callable[
             must = f"{low} must not exceed {high}" if equal else f"{high} must be above {low}"
             yield at.problem(*sorted((f".{high}", f".{low}"), key=at.given, reverse=True), rule=must, fix=fix)
 
-    rule.__name__ = f"{low}_and_{high}_are_in_order"
     return rule
 
 
@@ -182,7 +179,6 @@ def divides_over_tensor_ranks(
                 fix=f"use parallel.tensor = {near(ranks, divisors(count))}, or {multiples(count, ranks)} {unit}",
             )
 
-    rule.__name__ = f"{unit.replace(' ', '_')}_divide_over_tensor_ranks"
     return rule
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron.config.kind import KindUse, LayerKind
+from megatron.config.problems import Problem
 from megatron.config.section import Needed, RotaryOptions, Section, key
 from megatron.kinds.common.options import divides_over_tensor_ranks, heads_are_given, rotary_scaling_is_complete
-
-if TYPE_CHECKING:
-    from megatron.config.problems import Problem
 
 
 class CSAOptions(Section):

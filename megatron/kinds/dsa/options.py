@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from megatron.config.kind import KindUse
+from megatron.config.problems import Problem
 from megatron.config.section import key
 from megatron.kinds.mla.options import KIND as MLA
 from megatron.kinds.mla.options import MLAOptions
-
-if TYPE_CHECKING:
-    from megatron.config.problems import Problem
 
 
 class DSAOptions(MLAOptions):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 from megatron.config.kind import KindUse, LayerKind
-from megatron.config.section import Derivable, Derived, Needed, key
+from megatron.config.problems import Problem
+from megatron.config.section import Derivable, Needed, key
 from megatron.kinds.common.options import (
     RecurrentOptions,
+    derived_key,
     divides_heads,
     divides_over_tensor_ranks,
     heads_are_given,
@@ -17,49 +20,30 @@ from megatron.kinds.common.options import (
     time_steps_are_a_range,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from megatron.config.derive import View
-    from megatron.config.problems import Problem
-
-
-def _key_dim(own: dict[str, Any], at: View) -> int | None:
-    heads = own["key_heads"]
-    return 3 * at["model.hidden_size"] // (4 * heads) or None if heads else None
-
 
 class GatedDeltaOptions(RecurrentOptions):
     heads: Needed[int] = key(
         None, "Number of heads of values, each with a state. Needed where the pattern has a gated_delta layer.", gt=0
     )
-    key_heads: Derivable[int] = key(
-        None,
+    key_heads: Derivable[int] = derived_key(
         "Number of heads of queries and keys. Each serves the same number of heads of values.",
-        derived=Derived("model.gated_delta.heads", lambda own, at: own["heads"], (".heads",)),
-        gt=0,
+        "model.gated_delta.heads",
+        lambda own, at: own["heads"],
+        ".heads",
     )
-    key_dim: Derivable[int] = key(
-        None,
+    key_dim: Derivable[int] = derived_key(
         "Channels per head of queries and keys.",
+        "3/4 * model.hidden_size / model.gated_delta.key_heads, rounded down",
+        lambda own, at: 3 * at["model.hidden_size"] // (4 * own["key_heads"]) or None if own["key_heads"] else None,
+        "model.hidden_size .key_heads",
         unit="channels",
-        derived=Derived(
-            "3/4 * model.hidden_size / model.gated_delta.key_heads, rounded down",
-            _key_dim,
-            ("model.hidden_size", ".key_heads"),
-        ),
-        gt=0,
     )
-    value_dim: Derivable[int] = key(
-        None,
+    value_dim: Derivable[int] = derived_key(
         "Channels per head of values.",
+        "2 * model.gated_delta.key_dim",
+        lambda own, at: 2 * own["key_dim"] if own["key_dim"] else None,
+        ".key_dim",
         unit="channels",
-        derived=Derived(
-            "2 * model.gated_delta.key_dim",
-            lambda own, at: 2 * own["key_dim"] if own["key_dim"] else None,
-            (".key_dim",),
-        ),
-        gt=0,
     )
     convolution_bias: bool = key(False, "Whether the convolution has a bias.")
     negative_eigenvalues: bool = key(
@@ -70,29 +54,21 @@ class GatedDeltaOptions(RecurrentOptions):
         "Whether each head has one decay, or each of its channels of keys (Kimi delta attention). The latter "
         "and the gate are made by matrices of rank `rank`.",
     )
-    rank: Derivable[int] = key(
-        None,
+    rank: Derivable[int] = derived_key(
         "Rank of the matrices of the gate and of decays by channel. Only with decay: channel.",
-        derived=Derived(
-            "model.gated_delta.value_dim with decay: channel",
-            lambda own, at: own["value_dim"] if own["decay"] == "channel" else None,
-            (".value_dim", ".decay"),
-        ),
-        gt=0,
+        "model.gated_delta.value_dim with decay: channel",
+        lambda own, at: own["value_dim"] if own["decay"] == "channel" else None,
+        ".value_dim .decay",
     )
     gate: Literal["silu", "sigmoid"] = key("silu", "Activation of the gate. Kimi delta attention has sigmoid.")
     householders: int = key(
         1, "Updates of the state per token, each with its own key, value and beta (Gated DeltaProduct).", gt=0
     )
-    norm_epsilon: Derivable[float] = key(
-        None,
+    norm_epsilon: Derivable[float] = derived_key(
         "Added to the mean square of each head's output before the root.",
-        derived=Derived(
-            "model.norm.epsilon",
-            lambda own, at: at["model.norm.epsilon"] if at.uses("gated_delta") else None,
-            ("model.norm.epsilon",),
-        ),
-        gt=0,
+        "model.norm.epsilon",
+        lambda own, at: at["model.norm.epsilon"] if at.uses("gated_delta") else None,
+        "model.norm.epsilon",
     )
     decay_low: float = key(0.0, "Initial decay rates A are uniform from here (and at least 1e-4) ...", ge=0)
     decay_high: float = key(16.0, "... to here.", gt=0)

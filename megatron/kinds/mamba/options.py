@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron.config.kind import KindUse, LayerKind
-from megatron.config.problems import divisors, near
+from megatron.config.problems import Problem, divisors, near
 from megatron.config.section import Derivable, Section, key
 from megatron.kinds.common.options import (
     StateSpaceOptions,
@@ -16,9 +16,6 @@ from megatron.kinds.common.options import (
     parts_of_sequences_have_the_taps,
     time_steps_are_a_range,
 )
-
-if TYPE_CHECKING:
-    from megatron.config.problems import Problem
 
 
 class MambaOptions(StateSpaceOptions):

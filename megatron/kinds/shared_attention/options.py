@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megatron.config.kind import KindUse, LayerKind
+from megatron.config.problems import Problem
 from megatron.config.section import Derivable, Needed, key
 from megatron.kinds.attention.options import RULES, AttentionOptions, heads_fill
 from megatron.kinds.common.options import derived_key, divides_over_tensor_ranks
 from megatron.kinds.mlp.options import MLPOptions
-
-if TYPE_CHECKING:
-    from megatron.config.problems import Problem
 
 
 class SharedMLPOptions(MLPOptions):

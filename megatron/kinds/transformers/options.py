@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.config.kind import KindUse, LayerKind
+from megatron.config.problems import Problem
 from megatron.config.section import Needed, Section, key
 from megatron.config.tree import leaves, thaw
 
 from .facts import Facts, FactsError, facts_of
-
-if TYPE_CHECKING:
-    from megatron.config.problems import Problem
 
 
 class TransformersOptions(Section):
