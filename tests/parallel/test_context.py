@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.config.sequences import choose_method
 from megatron.kinds.common.attention.attend import attend
-from megatron.kinds.common.attention.attend_across import attend_across
+from megatron.kinds.common.attention.attend_across import attend_in
 from megatron.kinds.common.attention.pattern import Dropped, Pattern, alibi_slopes
 from megatron.model.relay import Relay
 from megatron.model.stream import Stream
@@ -76,7 +76,7 @@ def attended(case, context: ContextGroup | None):
     else:
         context = dataclasses.replace(context, method=method, together=2 if method == "nested" else None)
         stream = Stream(q, documents=None if whole is None else context.cut(whole, 1))
-        y = attend_across(context, q, k, v, pattern, stream, dropout, sinks)
+        y = attend_in(context, q, k, v, pattern, stream, dropout, sinks)
     y.backward(of_y)
     gradients = () if sinks is None else (sinks.grad,)
     return [each.detach() for each in (y, q.grad, k.grad, v.grad, *gradients)]

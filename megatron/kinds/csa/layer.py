@@ -217,7 +217,8 @@ class CSA(nn.Module):
         most = self.options.index_top_k
         q, found, reads, targets = q.transpose(1, 2), [], list[Tensor](), list[Tensor]()
         count = rows_at_once(len(q), self.heads, min(length, self.options.window) + entries[0].shape[1], length)
-        loss = index is not None and self._learns_now(state) and entries[0].shape[1] > 0
+        learns = self.options.learns and self.training and state is None
+        loss = index is not None and learns and entries[0].shape[1] > 0
         for at in range(0, length, count):
             rows = slice(at, min(at + count, length))
             first = max(0, begin + at - self.options.window + 1)
@@ -239,9 +240,6 @@ class CSA(nn.Module):
         target = all_reduce(torch.cat(targets, 1), self.mesh.tensor)
         target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(target.dtype).tiny)
         return y, divergence(index[0], entries[1], index[1], torch.cat(reads, 1), target)
-
-    def _learns_now(self, state: CSAState | None) -> bool:
-        return self.options.learns and self.training and state is None
 
     def _near(self, keys: slice, begin: int, rows: slice, documents: Tensor | None, device: torch.device) -> Tensor:
         """Which of these tokens each position reads one by one, bool [1 or B, R, K]."""

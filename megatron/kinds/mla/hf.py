@@ -33,18 +33,12 @@ def _rotated(kept: int, turned: int, first: bool) -> Form:
     return one(to_hf, from_hf)
 
 
-def _queries(kind: str) -> Callable[[ModelSection], Form]:
+def _channels(kind: str, kept: str) -> Callable[[ModelSection], Form]:
+    """Queries, whose heads keep nope_dim channels, or the compressed vector, which keeps kv_rank."""
+
     def form(model: ModelSection) -> Form:
         own = getattr(model, kind)
-        return _rotated(own.nope_dim, own.rope_dim, first=True)
-
-    return form
-
-
-def _compressed(kind: str) -> Callable[[ModelSection], Form]:
-    def form(model: ModelSection) -> Form:
-        own = getattr(model, kind)
-        return _rotated(own.kv_rank, own.rope_dim, first=False)
+        return _rotated(getattr(own, kept), own.rope_dim, first=kept == "nope_dim")
 
     return form
 
@@ -53,11 +47,11 @@ def queries(theirs: str, compressed: bool, kind: str = "mla") -> tuple[Link, ...
     """The queries of mixer `theirs`, whose matrix has another name where it reads the stream."""
     ours = f"layers.{{n}}.{kind}"
     if not compressed:
-        return (Link(f"{ours}.query", f"{theirs}.q_proj", _queries(kind)),)
+        return (Link(f"{ours}.query", f"{theirs}.q_proj", _channels(kind, "nope_dim")),)
     return (
         Link(f"{ours}.query_down", f"{theirs}.q_a_proj"),
         Link(f"{ours}.query_norm", f"{theirs}.q_a_layernorm"),
-        Link(f"{ours}.query", f"{theirs}.q_b_proj", _queries(kind)),
+        Link(f"{ours}.query", f"{theirs}.q_b_proj", _channels(kind, "nope_dim")),
     )
 
 
@@ -65,7 +59,7 @@ def mixer(theirs: str, kind: str = "mla") -> tuple[Link, ...]:
     """The mixer of module `theirs`, without its queries. `kind` is ours."""
     ours = f"layers.{{n}}.{kind}"
     return (
-        Link(f"{ours}.kv_down", f"{theirs}.kv_a_proj_with_mqa", _compressed(kind)),
+        Link(f"{ours}.kv_down", f"{theirs}.kv_a_proj_with_mqa", _channels(kind, "kv_rank")),
         Link(f"{ours}.kv_norm", f"{theirs}.kv_a_layernorm"),
         Link(f"{ours}.key_value", f"{theirs}.kv_b_proj"),
         Link(f"{ours}.output", f"{theirs}.o_proj"),

@@ -193,23 +193,20 @@ class ContextGroup:
         """The `x` of the rank `by` ranks before, of one shape on all ranks. Zeros where there is none."""
         if self.zigzag:
             raise ValueError("in a zigzag cut, a rank's tokens do not follow the tokens of the rank before")
-        rows = x.reshape(1, -1)
-        sent = [int(rank == self.rank + by) for rank in range(self.size)]
-        received = [int(rank == self.rank - by) for rank in range(self.size)]
-        rows = exchange(rows[: sum(sent)], sent, received, self.axis)
-        if self.rank < by:  # after the exchange, so that all ranks take part in the backward pass
-            rows = torch.cat([rows, x.new_zeros((1, x.numel()))])
-        return rows.view(x.shape)
+        return self._passed(x, self.rank + by, self.rank - by)
 
     def to_first(self, x: Tensor) -> Tensor:
         """The last rank's `x` on the first rank, zeros on others. All have one shape, and gradients."""
         if self.size == 1:
             return x
-        rows, last = x.reshape(1, -1), self.size - 1
-        sent = [int(self.rank == last and rank == 0) for rank in range(self.size)]
-        received = [int(self.rank == 0 and rank == last) for rank in range(self.size)]
-        rows = exchange(rows[: sum(sent)], sent, received, self.axis)
-        if self.rank:
+        last = self.size - 1
+        return self._passed(x, 0 if self.rank == last else -1, -1 if self.rank else last)
+
+    def _passed(self, x: Tensor, target: int, source: int) -> Tensor:
+        """The `x` of a rank, after sending the own one to another. Zeros where there is no such source."""
+        sent, received = ([int(rank == other) for rank in range(self.size)] for other in (target, source))
+        rows = exchange(x.reshape(1, -1)[: sum(sent)], sent, received, self.axis)
+        if not any(received):  # after the exchange, so that all ranks take part in the backward pass
             rows = torch.cat([rows, x.new_zeros((1, x.numel()))])
         return rows.view(x.shape)
 

@@ -60,11 +60,7 @@ def test_what_is_masked_of_a_rectangle(seed: int):
                 assert mask in ("none", "causal") or not rectangle.all()
             if mask == "causal":
                 assert q == k and rectangle.equal(torch.ones_like(rectangle).tril())
-    ranges = {}
-    if documents is not None:
-        for run_ in (run_ for runs in groups for run_ in runs):
-            ranges[run_.first] = [(own[run_.there].min().item(), own[run_.there].max().item()) for own in documents]
-    hops = Ring.of(context, together, length * together, window, ranges).hops
+    hops = Ring.of(context, together, length * together, window, documents).hops
     for owner in range(len(groups)):
         last = [step for step in range(len(groups)) if needed[(owner + step) % len(groups)][owner]][-1]
         assert hops[owner] >= last if window is not None and documents is not None else hops[owner] == last

@@ -54,42 +54,6 @@ def describe_context(config: Config) -> list[str]:
     ]
 
 
-def attend_across(
-    context: ContextGroup,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern,
-    stream: Stream,
-    dropout: Dropped | None = None,
-    sinks_n: Tensor | None = None,
-    chunked: ChunkedKeys | None = None,
-) -> Tensor:
-    """Causal attention of this rank's tokens to all tokens of the sequence before them.
-
-    Args:
-        q: [B, n, s, D], k: [B, m, s, D], v: [B, m, s, E], of this rank's tokens.
-        stream: has the documents of these tokens.
-        sinks_n: see `attend`.
-        chunked: the keys of chunks before this one, where the tokens are a chunk's.
-
-    Returns:
-        [B, n, s, E].
-
-    Raises:
-        ValueError: keys of other chunks are read, and not by heads.
-    """
-    method = choose_method(context.method, q.shape[1], context.size, context.together)
-    if chunked is not None and method.together != context.size:
-        raise ValueError(f"keys of chunks are kept by heads, and attention is computed by {method.name}")
-    if method.name == "gather":
-        return _gathered(context, q, k, v, pattern, stream, dropout, sinks_n)
-    if method.together == 1:
-        documents = all_documents(context, stream)
-        return ring_attention(context, 1, q, k, v, pattern, documents, dropout, sinks_n, stream.remember)
-    return _by_heads(context, method.together, q, k, v, pattern, stream, dropout, sinks_n, chunked)
-
-
 def attend_in(
     context: ContextGroup,
     q: Tensor,
@@ -101,20 +65,37 @@ def attend_in(
     sinks_n: Tensor | None = None,
     elsewhere: Keys | None = None,
 ) -> Tensor:
-    """Causal attention of a stream's tokens to all keys before them. Arguments are as in `attend_across`.
+    """Causal attention of this rank's tokens to all tokens of the sequence before them.
 
     Args:
+        q: [B, n, s, D], k: [B, m, s, D], v: [B, m, s, E], of this rank's tokens.
+        stream: has the documents of these tokens.
+        sinks_n: see `attend`.
         elsewhere: the layer's state, if it has keys that are not in `k`.
+
+    Returns:
+        [B, n, s, E].
+
+    Raises:
+        ValueError: keys of other chunks are read, and ranks share the tokens, but not by heads.
     """
-    documents = stream.documents
+    documents, remember = stream.documents, stream.remember
     if isinstance(elsewhere, SpreadKeys | PagedKeys):
         return elsewhere.attend(q, k, v, pattern, sinks_n)
-    if context.size > 1:
-        chunked = elsewhere if isinstance(elsewhere, ChunkedKeys) else None
-        return attend_across(context, q, k, v, pattern, stream, dropout, sinks_n, chunked)
-    if isinstance(elsewhere, ChunkedKeys):
-        return elsewhere.attend(q, k, v, chunk_of(stream), pattern, documents, dropout, sinks_n)
-    return attend(q, k, v, pattern, documents_BS=documents, dropout=dropout, sinks_n=sinks_n, remember=stream.remember)
+    chunked = elsewhere if isinstance(elsewhere, ChunkedKeys) else None
+    if context.size == 1 and chunked is not None:
+        return chunked.attend(q, k, v, chunk_of(stream), pattern, documents, dropout, sinks_n)
+    if context.size == 1:
+        return attend(q, k, v, pattern, documents_BS=documents, dropout=dropout, sinks_n=sinks_n, remember=remember)
+    method = choose_method(context.method, q.shape[1], context.size, context.together)
+    if chunked is not None and method.together != context.size:
+        raise ValueError(f"keys of chunks are kept by heads, and attention is computed by {method.name}")
+    if method.name == "gather":
+        return _gathered(context, q, k, v, pattern, stream, dropout, sinks_n)
+    if method.together == 1:
+        documents = all_documents(context, stream)
+        return ring_attention(context, 1, q, k, v, pattern, documents, dropout, sinks_n, remember)
+    return _by_heads(context, method.together, q, k, v, pattern, stream, dropout, sinks_n, chunked)
 
 
 def chunk_of(stream: Stream) -> Chunk:

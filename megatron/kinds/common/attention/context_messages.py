@@ -1,4 +1,4 @@
-"""Messages of attention and recurrences over a shared sequence, in closed form: `attend_across`, `carried`."""
+"""Messages of attention and recurrences over a shared sequence, in closed form: `attend_in`, `carried`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.model.costs.exchanges import (
     handed_on,
 )
 
-from .ring import Ring, neighbourhoods, ranges_of
+from .ring import Ring
 
 
 def attention_messages(
@@ -50,18 +50,11 @@ def attention_messages(
             for back in (False, True):
                 found.append(LayerMessage("context", "all_to_all", elements, backward=back, split=True))
     if u < context.size:
-        ring = around.remember(("ring", u, window), lambda: _ring_of(around, u, window))
+        whole = u * around.length  # of a neighbourhood. Unknown documents mask nothing.
+        ring = around.remember(("ring", u, window), lambda: Ring.of(context, u, whole, window, around.known))
         passed = _ring(ring, around.samples * kv_heads // u * u * around.length * (key_width + value_width))
         found += [replace(each, by_data=BY_DOCUMENTS) for each in passed] if around.documents else passed
     return found
-
-
-def _ring_of(around: Around, together: int, window: int | None) -> Ring:
-    """The ring of a micro-batch. Unknown documents mask nothing."""
-    length = together * around.length
-    runs = [run for each in neighbourhoods(around.context, together, length) for run in each]
-    ranges = {} if around.known is None else ranges_of(around.known, runs)
-    return Ring.of(around.context, together, length, window, ranges)
 
 
 def _ring(ring: Ring, elements: int) -> list[LayerMessage]:

@@ -10,7 +10,6 @@ Whole pages have L places, and k of them are read.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -57,20 +56,19 @@ class Reads:
     measures: bool = False
 
 
-class Reading(Protocol):
+class Reading:
     """How a layer reads its keys and values."""
 
     def turned(self, x_TnD: Tensor) -> Tensor:
         """Queries or keys in the basis in which keys are kept."""
-        ...
+        return x_TnD
 
     def attend(self, q_RnD: Tensor, keys: Tensor, values: Tensor, group: RowGroup, scale: float) -> Tensor:
         """Attention [R, n, E] of tokens after prompts. `keys` and `values` are all pages, [pages, m, PAGE, D or E]."""
-        ...
+        raise AssertionError("calibration reads prompts")
 
     def see(self, k_TmD: Tensor) -> None:
         """Get the keys of a pass."""
-        ...
 
 
 def _of_pages(pool: Tensor, group: RowGroup) -> Tensor:
@@ -86,18 +84,12 @@ def _logits(q_RmgD: Tensor, k_Rm1LD: Tensor, places_R: Tensor, scale: float) -> 
 
 
 @dataclass
-class Moments:
+class Moments(Reading):
     """Sums of keys and of their products, for the principal components of each key/value head. Attention is full."""
 
     count: int = 0
     first: Tensor | None = None
     second: Tensor | None = None
-
-    def turned(self, x_TnD: Tensor) -> Tensor:
-        return x_TnD
-
-    def attend(self, q_RnD: Tensor, keys: Tensor, values: Tensor, group: RowGroup, scale: float) -> Tensor:
-        raise AssertionError("calibration reads prompts")
 
     def see(self, k_TmD: Tensor) -> None:
         k_mTD = k_TmD.double().transpose(0, 1)
@@ -116,7 +108,7 @@ class Moments:
 
 
 @dataclass
-class Loki:
+class Loki(Reading):
     """Loki (Singhania et al. 2024): keys are chosen by their first principal components, and then read whole.
 
     Keys are kept in the basis of their principal components, which changes no product of a query and a key.
@@ -130,9 +122,6 @@ class Loki:
     def turned(self, x_TnD: Tensor) -> Tensor:
         basis = self.basis.to(x_TnD).repeat_interleave(x_TnD.shape[1] // len(self.basis), 0)
         return (x_TnD.transpose(0, 1) @ basis).transpose(0, 1)
-
-    def see(self, k_TmD: Tensor) -> None:
-        pass
 
     def count(self, length: int) -> int:
         """Number of places that a head reads among the `length` of whole pages."""
@@ -175,7 +164,7 @@ class Loki:
 
 
 @dataclass
-class Sift:
+class Sift(Reading):
     """SiftAttention: values are read only where probabilities reach a threshold, which a power law predicts.
 
     The `quantile` of a head's probabilities is noted at each of the first `warmup` tokens after a prompt, with full
@@ -188,12 +177,6 @@ class Sift:
     renormalise: bool = True  # whether the probabilities that are read are divided by their sum
     reads: Reads = field(default_factory=Reads)
     noted: Tensor | None = None  # the quantiles, [slots, m, g, warmup] in fp64
-
-    def turned(self, x_TnD: Tensor) -> Tensor:
-        return x_TnD
-
-    def see(self, k_TmD: Tensor) -> None:
-        pass
 
     def attend(self, q_RnD: Tensor, keys: Tensor, values: Tensor, group: RowGroup, scale: float) -> Tensor:
         q_RmgD = q_RnD.unflatten(1, (keys.shape[1], -1))

@@ -96,17 +96,17 @@ class Ring:
 
     @classmethod
     def of(
-        cls, context: ContextGroup, together: int, length: int, window: int | None, ranges: dict[int, list[Range]]
+        cls, context: ContextGroup, together: int, length: int, window: int | None, documents_BS: Tensor | None
     ) -> Ring:
         """The ring of this rank, where neighbourhoods of `together` ranks have `length` tokens each.
 
         Args:
-            ranges: see `masks_of`.
+            documents_BS: of the whole sequence. None where they mask nothing.
         """
         count = context.size // together
         runs = neighbourhoods(context, together, length)
         flat = [run for each in runs for run in each]
-        masks = masks_of(flat, flat, window, ranges)
+        masks = masks_of(flat, flat, window, ranges_of(documents_BS, flat))
         hops = [0] * count
         for owner, step in product(range(count), range(1, count)):
             if any((q.first, k.first) in masks for q, k in product(runs[(owner + step) % count], runs[owner])):
@@ -118,8 +118,8 @@ class Ring:
     def alone(cls, length: int, window: int | None, documents_BS: Tensor | None) -> Ring:
         """One rank that has the whole sequence, in pieces."""
         runs = pieces_of(TokenRun(0, 0, length), length)
-        ranges = {} if documents_BS is None else ranges_of(documents_BS, runs)
-        return cls(ContextGroup(Axis(0, 1)), (0,), 0, (runs,), masks_of(runs, runs, window, ranges), (0,))
+        masks = masks_of(runs, runs, window, ranges_of(documents_BS, runs))
+        return cls(ContextGroup(Axis(0, 1)), (0,), 0, (runs,), masks, (0,))
 
     def at(self, place: int) -> int:
         """The rank of the member at a place, modulo their number."""
@@ -323,13 +323,8 @@ def ring_attention(
         [B, n, s, E].
     """
     length = q.shape[2]
-
-    def make() -> Ring:
-        runs = [run for each in neighbourhoods(context, together, length) for run in each]
-        ranges = {} if documents_BS is None else ranges_of(documents_BS, runs)
-        return Ring.of(context, together, length, pattern.window, ranges)
-
-    ring = remember(("ring", together, length, pattern.window), make)
+    key = ("ring", together, length, pattern.window)
+    ring = remember(key, lambda: Ring.of(context, together, length, pattern.window, documents_BS))
     if dropout is not None:
         dropout = replace(dropout, length=length * context.size // together)
     return attend_to(q, k, v, sinks_n, None, Task(ring, pattern, documents_BS, dropout))[0]
@@ -362,8 +357,10 @@ def neighbourhoods(context: ContextGroup, together: int, length: int) -> tuple[t
     return tuple(context.runs_together(place * together, together, length // together) for place in places)
 
 
-def ranges_of(documents_BS: Tensor, runs: Sequence[TokenRun]) -> dict[int, list[Range]]:
-    """The lowest and the highest document of each run, by its first place, one pair per sample."""
+def ranges_of(documents_BS: Tensor | None, runs: Sequence[TokenRun]) -> dict[int, list[Range]]:
+    """The lowest and the highest document of each run, by its first place, one pair per sample. {}: no documents."""
+    if documents_BS is None:
+        return {}
     if is_fake(documents_BS):  # a rehearsal: their values are unknown
         return {run.first: [(0, 1)] for run in runs}
     both = torch.stack([torch.stack(documents_BS[:, run.there].aminmax(dim=1), -1) for run in runs])

@@ -41,8 +41,10 @@ def carried(
         compose: (later left, earlier left) to the map of both.
         before: the state before the first rank's first token, as `to_first` gives it.
     """
-    if before is not None:
-        return _with_state(context, made, left(), join, compose, before)
+    if before is not None:  # the first rank's tokens continue from it, and its numbers are zeros on other ranks
+        passed = left()
+        state = carried(context, join(passed, before, made, context.rank == 0), lambda: passed, join, compose)
+        return cast(State, tuple(own + first for own, first in zip(state, before)))
     if context.size == 2:
         return cast(State, _from_before(context, made, 1))
     *parts, passed = _from_before(context, (*made, left()), 1)
@@ -55,20 +57,6 @@ def carried(
             passed = compose(passed, earlier)
         reach *= 2
     return state
-
-
-def _with_state(
-    context: ContextGroup,
-    made: State,
-    left: Tensor,
-    join: Callable[[Tensor, State, State, bool], State],
-    compose: Callable[[Tensor, Tensor], Tensor],
-    before: State,
-) -> State:
-    """`carried`, where the first rank's tokens continue from a state."""
-    made = join(left, before, made, context.rank == 0)
-    state = carried(context, made, lambda: left, join, compose)
-    return cast(State, tuple(own + first for own, first in zip(state, before)))  # one of both is zeros
 
 
 def carried_by_decay(context: ContextGroup, made: Tensor, left: Tensor, before: Tensor | None = None) -> Tensor:
