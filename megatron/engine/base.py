@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.checkpoint import SOLO, Communicator, GroupCommunicator
 from megatron.config import Config
 from megatron.config.arithmetic.pipelines import ranks_of_stages
 from megatron.config.arithmetic.wire import bucket_elements, scatters_gradients
@@ -209,6 +210,11 @@ class BaseEngine:
                 dist_init_required=False,
                 model_parameters=[p for p in module.parameters() if p.requires_grad],
             )[0]
+
+    @property
+    def communicator(self) -> Communicator:
+        several = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+        return GroupCommunicator(device=self.device) if several else SOLO
 
     @property
     def module(self) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,11 +57,11 @@ def base_of(adapters: Checkpoint, named: str | None) -> tuple[Checkpoint, Config
     return base, config
 
 
-def without_adapters(config: Config) -> str:
-    """The resolved configuration, as text, of a run with the same model and without adapters."""
+def with_adapters(config: Config, adapter: AdapterSection, base: str | None) -> str:
+    """The resolved configuration, as text, of a run with the same model, this section and these first weights."""
     values = thaw(config.model_dump())
-    values["adapter"] = AdapterSection().model_dump()
-    values["checkpoint"]["initialize_from"] = None
+    values["adapter"] = adapter.model_dump()
+    values["checkpoint"]["initialize_from"] = base
     with using_extensions(tuple(config.model.extensions)):
         return to_yaml(Resolved(type(config).model_validate(values), {}))
 
@@ -105,9 +104,8 @@ def merge(
         yield total.to(types[name]).flatten()
 
     extra = {name: value for name, value in adapters.meta.extra.items() if name != ADAPTERS}
-    meta = replace(
-        Meta(step=adapters.step, config=without_adapters(config), resumable=False), data=adapters.meta.data, extra=extra
-    )
+    text = with_adapters(config, AdapterSection(), None)
+    meta = Meta(step=adapters.step, config=text, resumable=False, data=adapters.meta.data, extra=extra)
     return write_tensors(
         out, [(FragmentSpec.whole(base.tensors[name], WEIGHT), types[name]) for name in names], values, meta
     )

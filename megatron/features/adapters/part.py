@@ -20,27 +20,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isclose, sqrt
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.checkpoint import (
-    SOLO,
-    Checkpoint,
-    CheckpointError,
-    Communicator,
-    Fragment,
-    FragmentSpec,
-    GroupCommunicator,
-)
+from megatron.checkpoint import Checkpoint, CheckpointError, Communicator, Fragment, FragmentSpec
 from megatron.checkpoint.format.fragment import MASTER, WEIGHT
 from megatron.checkpoint.read.logical import sha256
 from megatron.checkpoint.read.reader import ADAPTERS, config_of
-from megatron.checkpoint.save.store import Store
 from megatron.config.registry import load
 from megatron.engine.part import EnginePart
 from megatron.model.block import Block
@@ -53,7 +42,7 @@ from megatron.parallel.layout.initial import ONES, ZEROS, Init
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.random import dropout, sequence_counters, site_key
 from megatron.parallel.layout.shard import Growth, LogicalTensor, Role, Shard
-from megatron.training.start.fetch import local_path
+from megatron.training.start.fetch import weights_of
 
 from .options import AdapterSection, adapter_of, is_target
 
@@ -336,7 +325,7 @@ class Adapters(EnginePart):
         """
         if self.base is not None and state.get("base") == self.base:
             return  # it goes back to a checkpoint of its own
-        talk = _communicator(self._engine)
+        talk = self._engine.communicator
         base = self._open(self._engine.config.checkpoint.initialize_from, "checkpoint.initialize_from", talk)
         self.base = hash_of(base, talk)
         if state:
@@ -370,12 +359,9 @@ class Adapters(EnginePart):
         return self._engine.plan.factory("").dtype
 
     def _open(self, where: str | None, key: str, talk: Communicator) -> Checkpoint:
-        folder = Path(self._engine.config.checkpoint.dir)
         if where is None:
             raise CheckpointError(key, "it must be given with adapters")
-        found = Store(folder, talk).weights(local_path(where, folder, talk, self._engine.config), key=key).checkpoint
-        assert found is not None  # one was named
-        return found
+        return weights_of(where, key, self._engine.config, talk)
 
 
 def refuse_other_base(known: object, found: str, base: Checkpoint) -> None:
@@ -387,9 +373,3 @@ def refuse_other_base(known: object, found: str, base: Checkpoint) -> None:
             f"the adapters are {other}, and these have the hash {found:.12}. checkpoint.initialize_from must name the "
             "weights that they were trained on",
         )
-
-
-def _communicator(engine: BaseEngine) -> Communicator:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return SOLO
-    return GroupCommunicator(device=engine.device)

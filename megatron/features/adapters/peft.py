@@ -28,14 +28,12 @@ from megatron.checkpoint.hf.companions import Companions
 from megatron.checkpoint.hf.config import hf_config
 from megatron.checkpoint.hf.convert import ConversionStep, plan
 from megatron.checkpoint.read.reader import ADAPTERS
-from megatron.config import Config, Resolved, to_yaml
+from megatron.config import Config
 from megatron.config.file_access import read_json
-from megatron.config.schema import using_extensions
-from megatron.config.tree import thaw
 from megatron.kinds.common.links import SAME, Form
 from megatron.parallel.layout.shard import LogicalTensor, Role
 
-from .merging import adapted_layers, whole
+from .merging import adapted_layers, whole, with_adapters
 from .options import AdapterSection, adapter_of
 from .part import MAGNITUDE, A, B
 
@@ -354,9 +352,9 @@ def from_peft(folder: Path, base: Checkpoint, config: Config, base_hash: str, ou
     section = {**foreign.options, "targets": targets, "initialize_from": str(out)}
     names = sorted(tensors)
     items = [(FragmentSpec.whole(tensors[name][0], MASTER), torch.float32) for name in names]
-    meta = Meta(
-        0, config=_with(config, section), resumable=False, extra={**base.meta.extra, ADAPTERS: {"base": base_hash}}
-    )
+    own = AdapterSection(**{**section, "initialize_from": None})
+    text = with_adapters(config, own, config.checkpoint.initialize_from)
+    meta = Meta(0, config=text, resumable=False, extra={**base.meta.extra, ADAPTERS: {"base": base_hash}})
     write_tensors(out, items, lambda number: [tensors[names[number]][1].flatten()], meta)
     return section
 
@@ -393,11 +391,3 @@ def _ours(
         f"{layer}.{end}": (LogicalTensor(f"{layer}.{end}", tuple(each.shape), Role.HIDDEN), each)
         for end, each in made.items()
     }
-
-
-def _with(config: Config, section: Mapping[str, Any]) -> str:
-    """The text of a configuration with this section `adapter`."""
-    values = thaw(config.model_dump())
-    values["adapter"] = AdapterSection(**{**section, "initialize_from": None}).model_dump()
-    with using_extensions(tuple(config.model.extensions)):
-        return to_yaml(Resolved(type(config).model_validate(values), {}))

@@ -29,7 +29,8 @@ from .folder import Unreadable
 from .hook import PAUSE, PeersHook
 from .line import JUMPS, Line
 from .messages import Refused
-from .rounds import Form, Rounds, TooFew, retried
+from .part import OuterState
+from .rounds import Rounds, TooFew, retried
 
 LINE, AHEAD, CLOSED, END = "line", "ahead", "closed", "end"
 COUNTS = ("completed", "steps")
@@ -86,7 +87,9 @@ class DecoupledRounds(Rounds):
         if not all(map(self._can_be, line.members)):
             raise Refused("steps that cannot be")
 
-    def contribution(self, round: int, name: str, form: Form, **bound: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def contribution(
+        self, round: int, name: str, form: OuterState, **bound: Any
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         found = super().contribution(round, name, form, **bound)
         if not self._can_be(found[0]):
             raise Refused("steps that cannot be")
@@ -122,7 +125,7 @@ class Watch(threading.Thread):
         rounds: DecoupledRounds,
         round: int,
         base: str,
-        form: Form,
+        form: OuterState,
         read: Callable[[Line], Sequence[Mapping[str, Tensor]] | None],
         work: list[Callable[[], None]],
         is_there: bool,

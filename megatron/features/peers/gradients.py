@@ -13,10 +13,8 @@ from math import fsum
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron.checkpoint import SOLO, GroupCommunicator
 from megatron.checkpoint.format.fragment import Fragment
 from megatron.config.problems import UserError
 from megatron.engine.optimizers.groups import set_learning_rate
@@ -25,7 +23,7 @@ from megatron.parallel.layout.precision import TYPES, type_name
 
 from .messages import digest
 from .outer import tree_sum
-from .slots import Offered
+from .rounds import Offered
 from .whole import WholeTensors
 
 if TYPE_CHECKING:
@@ -67,9 +65,7 @@ class SlotGradients(EnginePart):
         zero = engine.deepspeed.optimizer
         if hasattr(zero, "clip_grad"):
             zero.clip_grad = 0.0
-        several = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
-        self.talk = GroupCommunicator(device=engine.device) if several else SOLO
-        self.whole = WholeTensors(engine.mesh, engine.device)
+        self.talk, self.whole = engine.communicator, WholeTensors(engine.mesh, engine.device)
         owned = engine.state.owned()
         own = {each.tensor.name: [list(each.tensor.shape), type_name(each.flat.dtype)] for each in owned}
         self.shapes = _merged(self.talk.gather(own))

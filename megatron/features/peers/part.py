@@ -11,10 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron.checkpoint import SOLO, GroupCommunicator
 from megatron.checkpoint.format.fragment import MASTER, TRAINED, Fragment
 from megatron.config.problems import UserError
 from megatron.engine.part import EnginePart
@@ -53,9 +51,7 @@ class OuterState(EnginePart):
         owned = {each.tensor.name: (each.tensor, each.flat.dtype) for each in engine.state.owned()}
         owned |= {logical_of(each).name: (logical_of(each), each.dtype) for each in engine.state.buffers}
         found = {name: [list(tensor.shape), str(dtype)] for name, (tensor, dtype) in owned.items()}
-        several = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
-        talk = GroupCommunicator(device=engine.device) if several else SOLO
-        whole = {name: each for rank in talk.gather(found) for name, each in rank.items()}
+        whole = {name: each for rank in engine.communicator.gather(found) for name, each in rank.items()}
         self.shapes = {name: tuple(shape) for name, (shape, _) in sorted(whole.items())}
         self.types = {name: _TYPES[dtype] for name, (_, dtype) in whole.items()}
         self.fragments = fragments_of(self.shapes, self.own.fragments)

@@ -16,8 +16,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors.torch import save
@@ -30,29 +31,15 @@ from .folder import SharedFolder, Unreadable, folder_of
 from .line import Line, Waiting, jumps_can_be
 from .messages import HEAD_LIMIT, Expected, Refused, check_tensors, checked, limit, seal, shown, tensors_of, unseal
 from .options import PeersSection
+from .part import OuterState
 from .signing import Signer
 
+Offered = tuple[dict[str, Any], dict[str, Tensor]]  # checked facts and tensors of a contribution or a gradient
 ENDED = 99_999_999  # announced by peers that have applied the last line
 
 
 class TooFew(RuntimeError):
     """Too few contributions for too long. str() is the reason of the stop."""
-
-
-class Form(Protocol):
-    """Form of a contribution."""
-
-    def expected(self, round: int) -> Expected:
-        """Shape and type of each tensor."""
-
-    def fits(self, tensors: Mapping[str, Tensor], round: int) -> bool:
-        """Whether tensors of these shapes and types can be used."""
-
-    def deltas(self, tensors: Mapping[str, Tensor], round: int) -> dict[str, Tensor]:
-        """The differences that a contribution has."""
-
-    def common(self, round: int) -> dict[str, Tensor]:
-        """A copy of the common weights that a round changes."""
 
 
 # (round, common weights, differences of each peer) -> the reason for each peer whose contribution is refused.
@@ -77,6 +64,7 @@ class Rounds:
     """
 
     noted: ClassVar[tuple[str, ...]] = ("sha256", "jumps")
+    line_type: ClassVar[type] = Line
 
     def __init__(self, own: PeersSection, signer: Signer, folder: SharedFolder, given: Rounds | None = None) -> None:
         assert own.name is not None
@@ -84,7 +72,7 @@ class Rounds:
         self.scorer: Scorer | None = None
         self.life = ""
         self.files: Any = None  # `direct.OwnFiles`, with `peers.listen`
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, Any] = {}
         self._waiting: dict[int, Waiting] = {}
         self._sent: tuple[int, dict[str, Any], dict[str, Tensor]] | None = None  # round, facts and tensors
 
@@ -184,17 +172,19 @@ class Rounds:
         Raises:
             UserError: another process has started with the name of this peer.
         """
-        if self.life and self._newest_life() not in (None, self.life):
+        newest = self.facts(f"lives/{self.name}", "life", 0, peer=self.name) if self.life else None
+        if newest is not None and newest.get("life") not in (None, self.life):
             raise UserError(
                 f"peers.name = {self.name} must be the name of one process: another one has started with it since, and "
                 "both would read one share of the data. Give each peer a name of its own"
             )
         self.folder.write(f"announced/{number(round)}/{self.name}", self.seal("announced", round, **facts))
 
-    def _newest_life(self) -> str | None:
+    def facts(self, name: str, kind: str, round: int, **bound: Any) -> dict[str, Any] | None:
+        """Facts of a small file. None if it is not there, or has no such message."""
         try:
-            message = self.folder.read_up_to(f"lives/{self.name}", HEAD_LIMIT)
-            return None if message is None else self.unseal(message, "life", 0, peer=self.name)[0].get("life")
+            message = self.folder.read_up_to(name, HEAD_LIMIT)
+            return None if message is None else self.unseal(message, kind, round, **bound)[0]
         except (Refused, Unreadable):
             return None
 
@@ -225,7 +215,9 @@ class Rounds:
             if message is None:
                 return None
             facts, _ = self.unseal(message, "line", round)
-            line = Line(round, *(facts[key] for key in ("members", "absent", "strikes", "base", "peer")))
+            line = self.line_type(
+                *(round if each.name == "round" else facts[each.name] for each in fields(self.line_type))
+            )
             self._check(line)
         except (Refused, Unreadable, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{self.own.folder}/{name} must be a line of this run's ledger: {error}") from error
@@ -248,7 +240,7 @@ class Rounds:
         if not all(type(each) is int and each >= 0 for each in line.strikes.values()):
             raise Refused("strikes that cannot be")
 
-    def decide(self, round: int, base: str, form: Form, now: float | None = None) -> Line | None:
+    def decide(self, round: int, base: str, form: OuterState, now: float | None = None) -> Line | None:
         """The line of a round. Writes it if the round is complete.
 
         Args:
@@ -285,7 +277,7 @@ class Rounds:
             raise TooFew(f"{len(good)} of {self.own.quorum} contributions (peers.quorum) to round {round} in time")
         return None
 
-    def _scored(self, round: int, good: Iterable[str], form: Form, waiting: Waiting) -> dict[str, str]:
+    def _scored(self, round: int, good: Iterable[str], form: OuterState, waiting: Waiting) -> dict[str, str]:
         """Reasons of contributions that the scorer refuses. The line has them, so other peers do not score."""
         assert self.scorer is not None
         names = tuple(good)
@@ -320,14 +312,9 @@ class Rounds:
         """Facts of the message by which a member has announced a round, or none. Others cannot do that in its name."""
         announced = self._waiting.setdefault(round, Waiting()).announced
         if name not in announced:
-            try:
-                message = self.folder.read_up_to(f"announced/{number(round)}/{name}", HEAD_LIMIT)
-                if message is None:
-                    return {}
-                announced[name] = self.unseal(message, "announced", round, peer=name)[0]
-            except (Refused, Unreadable):
-                return {}
-        return announced[name]
+            found = self.facts(f"announced/{number(round)}/{name}", "announced", round, peer=name)
+            announced |= {} if found is None else {name: found}
+        return announced.get(name, {})
 
     def _within_norm(self, waiting: Waiting) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         norms = sorted(each["norm"] for each in waiting.good.values())
@@ -360,7 +347,7 @@ class Rounds:
                 raise UserError(f"the replay of round {round} differs: the contribution of {each['peer']} has {reason}")
         return self._write(round, {each["peer"]: each for each in line.members}, line.absent, line.strikes, line.base)
 
-    def _read(self, round: int, allowed: Sequence[str], base: str, form: Form, waiting: Waiting) -> None:
+    def _read(self, round: int, allowed: Sequence[str], base: str, form: OuterState, waiting: Waiting) -> None:
         here = self.folder.names(f"contributions/{number(round)}")
         for name in allowed:
             if name in here and name not in waiting.good and name not in waiting.bad:
@@ -372,7 +359,9 @@ class Rounds:
                 except OSError:  # as if it were not there yet: one file must not keep the others from deciding
                     continue
 
-    def contribution(self, round: int, name: str, form: Form, **bound: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def contribution(
+        self, round: int, name: str, form: OuterState, **bound: Any
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Checked facts and tensors of a contribution. One that this process has sent is not read from the folder.
 
         Raises:
@@ -397,7 +386,7 @@ class Rounds:
             raise Refused("jumps that cannot be")
         return facts, tensors
 
-    def named(self, line: Line, form: Form) -> list[Mapping[str, Tensor]]:
+    def named(self, line: Line, form: OuterState) -> list[Mapping[str, Tensor]]:
         """Tensors of the contributions that a line names, in its order. They are no longer kept here.
 
         Raises:

@@ -25,7 +25,8 @@ from .gradients import SlotGradients
 from .hook import PeersHook, identity_of, retried, samples_of
 from .messages import Expected, digest
 from .options import SLOTS
-from .slots import Offered, SlotLedger, StepLine, chained
+from .rounds import Offered
+from .slots import SlotLedger, StepLine, chained
 
 NAME = "peer_gradients"
 LINE, COMPUTE = "line", "compute"

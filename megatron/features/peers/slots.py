@@ -26,14 +26,13 @@ from megatron.config.problems import UserError
 from .folder import Unreadable
 from .messages import HEAD_LIMIT, Expected, Refused, digest, limit, tensors_of, unseal
 from .options import slots_of
-from .rounds import Rounds, TooFew, number
+from .rounds import Offered, Rounds, TooFew, number
 
 PIECE = 16 << 20  # bytes of a piece of a state
 PIECES = 1 << 20
 KEPT = 1000  # lines that are kept in memory
 ASKS = 10  # times peers.state_every: gradients are kept so long for a peer that asks for a state
 ALIKE = 0.1  # share of a gradient by which another computation of it may differ
-Offered = tuple[dict[str, Any], dict[str, Tensor]]  # facts and tensors of a gradient
 
 
 @dataclass
@@ -85,12 +84,12 @@ class SlotLedger(Rounds):
     """Reads and writes the files of a run."""
 
     given: SlotLedger | None
+    line_type = StepLine
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.count = slots_of(self.own)
         self._open: dict[int, Open] = {}
-        self._steps: dict[int, StepLine] = {}
         self._deleted: int | None = None  # this peer's files of steps below it are gone
 
     def jumps(self) -> dict[int, int]:
@@ -100,25 +99,11 @@ class SlotLedger(Rounds):
         return self._open.setdefault(round, Open())
 
     def line(self, round: int) -> StepLine | None:  # type: ignore[override]
-        if round < 0 or round in self._steps:
-            return self._steps.get(round)
-        name = f"rounds/{number(round)}.json"
-        message = self.folder.read_up_to(name, HEAD_LIMIT)
-        if message is None:
-            return None
-        try:
-            facts, _ = self.unseal(message, "line", round)
-            names = ("slots", "next", "absent", "strikes", "base", "serve", "peer")
-            line = StepLine(round, *(facts[key] for key in names))
-            self._check_step(line)
-        except (Refused, Unreadable, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{self.own.folder}/{name} must be a line of this run's ledger: {error}") from error
-        self._steps[round] = line
-        self._steps.pop(round - KEPT, None)
-        return line
+        found: Any = super().line(round)
+        self._lines.pop(round - KEPT, None)
+        return found
 
-    def _check_step(self, line: StepLine) -> None:
-        """Whether a signed line has facts of the types that its readers use."""
+    def _check(self, line: Any) -> None:
         members = {*self.own.members}
         if len(line.slots) != self.count or len(line.next) != self.count or not line.used:
             raise Refused("slots that cannot be")
@@ -283,12 +268,11 @@ class SlotLedger(Rounds):
         """Peers that have contributed to a step, or announced that they are at it with these weights, in order."""
         for name in self.folder.names(f"announced/{number(round)}"):
             if name in self.own.members and name not in state.announced:
-                try:
-                    message = self.folder.read_up_to(f"announced/{number(round)}/{name}", HEAD_LIMIT)
-                    self.unseal(message or b"", "announced", round, peer=name, base=base)
-                except (Refused, Unreadable):
-                    continue
-                state.announced.add(name)
+                if (
+                    self.facts(f"announced/{number(round)}/{name}", "announced", round, peer=name, base=base)
+                    is not None
+                ):
+                    state.announced.add(name)
         there = state.announced.union({self.name}, *state.good.values())
         before = self.line(round - 1)
         return [name for name in self.own.members if name in there and self._allowed(name, before)]

@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from megatron.checkpoint import SOLO, CheckpointError, Communicator, Fragment, GroupCommunicator
+from megatron.checkpoint import CheckpointError, Fragment
 from megatron.checkpoint.format.communicator import all_problems
-from megatron.checkpoint.save.store import Store
 from megatron.config.problems import UserError
 from megatron.engine.part import EnginePart
 from megatron.parallel.layers.parameters import logical_of, shard_index
-from megatron.training.start.fetch import local_path
+from megatron.training.start.fetch import weights_of
 
 from .masks import (
     MaskHash,
@@ -109,7 +107,7 @@ class Pruning(EnginePart):
             CheckpointError: on every rank. The ranks found different masks, or a mask cannot be used.
             UserError: on every rank. A mask of this or another rank cannot be used.
         """
-        talk, found = _communicator(engine), dict[str, Tensor]()
+        talk, found = engine.communicator, dict[str, Tensor]()
         failure: Exception | None = None
         try:
             found = self._places_by_masks(engine, weights)
@@ -141,10 +139,7 @@ class Pruning(EnginePart):
             return list(matrices), of_start(matrices, engine.plan.factory("").seed)
         where, key = (options.mask, "pruning.mask") if options.mask else (base, "checkpoint.initialize_from")
         assert where is not None
-        folder, talk = Path(engine.config.checkpoint.dir), _communicator(engine)
-        found = Store(folder, talk).weights(local_path(where, folder, talk, engine.config), key=key).checkpoint
-        assert found is not None  # one was named
-        return list(matrices), of_checkpoint(found, matrices)
+        return list(matrices), of_checkpoint(weights_of(where, key, engine.config, engine.communicator), matrices)
 
     def attach(self, engine: BaseEngine) -> None:
         self._folder = Path(engine.config.checkpoint.dir)
@@ -223,9 +218,3 @@ def _replace(layer: Any, vector: nn.Parameter, places: Tensor) -> None:
     layer.__class__ = _pruned(kind)
     layer.kept, layer.whole_shape = vector, shape
     layer.register_buffer("places", places, persistent=False)
-
-
-def _communicator(engine: BaseEngine) -> Communicator:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return SOLO
-    return GroupCommunicator(device=engine.device)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.checkpoint import CheckpointError, open_checkpoint
+from megatron.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from megatron.checkpoint.format.communicator import Communicator, from_rank_0
 from megatron.checkpoint.format.durable import MANIFEST_NAME, META_NAME
 from megatron.checkpoint.format.errors import Unreachable, brief
@@ -53,6 +53,18 @@ def local_path(where: str, checkpoints: Path, communicator: Communicator, config
 
 def _is_hugging_face(path: Path) -> bool:
     return (path / "config.json").is_file() and not (path / META_NAME).is_file()
+
+
+def weights_of(where: str, key: str, config: Config, communicator: Communicator) -> Checkpoint:
+    """The checkpoint of weights that a key of the run names. All ranks call it.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    folder = Path(config.checkpoint.dir)
+    found = Store(folder, communicator).weights(local_path(where, folder, communicator, config), key=key).checkpoint
+    assert found is not None  # one was named
+    return found
 
 
 def fetched(where: str, folder: Path, config: Config | None = None) -> Path:
