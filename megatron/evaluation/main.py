@@ -15,7 +15,7 @@ from megatron.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from megatron.config import Config
 from megatron.config.features.feature import for_reading
 from megatron.config.sequences import stage_at
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.engine import build_engine
 from megatron.evaluation.scoring import Scorer
 from megatron.training.start.resume import initialize, made_in
@@ -27,7 +27,7 @@ from . import harness
 from .arguments import OptionError, Options, before_start, parse, tokenizer_problems
 from .checkpoints import named_checkpoints
 from .harness import run_tasks
-from .needles import needles, table, write
+from .needles import Cell, needles, table, write
 from .select import TaskError
 
 FOLDER = "evaluations"  # in the run's directory: a file for each checkpoint, and their picture
@@ -82,43 +82,30 @@ def run(config: Config, options: Options, world: World) -> None:
         engine.start_at(update)
         scorer = Scorer.of_tasks(config, engine, world.mesh, world.device, texts, moves=True)
         if options.needles:
-            _find_needles(config, options, scorer, world, tokenizer, checkpoint, log)
-        if not options.requests:
-            continue
-        found = _tasks(options, scorer, world, tokenizer, checkpoint, stage_at(config, update).length)
+            cells = needles(scorer, tokenizer, options.needles, options.depths, options.needle_texts)
+            if world.is_main:
+                _report_needles(config, options, cells, checkpoint, log)
+        found = None
+        if options.requests:
+            found = run_tasks(
+                options.requests,
+                scorer,
+                world.communicator,
+                tokenizer,
+                max_length=options.max_length or stage_at(config, update).length,
+                folders=options.folders,
+                samples=options.samples,
+                facts=facts(config, checkpoint, options),
+            )
         if found is not None:
             _report(config, options, found, checkpoint, log)
     if options.every and options.requests and world.is_main:
         _draw(Path(config.run.dir) / FOLDER, log)
 
 
-def _tasks(
-    options: Options, scorer: Scorer, world: World, tokenizer: Tokenizer, checkpoint: Checkpoint, length: int
-) -> dict[str, Any] | None:
-    return run_tasks(
-        options.requests,
-        scorer,
-        world.communicator,
-        tokenizer,
-        max_length=options.max_length or length,
-        folders=options.folders,
-        samples=options.samples,
-        facts=facts(scorer.config, checkpoint, options),
-    )
-
-
-def _find_needles(
-    config: Config,
-    options: Options,
-    scorer: Scorer,
-    world: World,
-    tokenizer: Tokenizer,
-    checkpoint: Checkpoint,
-    log: Callable[[str], Any],
+def _report_needles(
+    config: Config, options: Options, cells: list[Cell], checkpoint: Checkpoint, log: Callable[[str], Any]
 ) -> None:
-    cells = needles(scorer, tokenizer, options.needles, options.depths, options.needle_texts)
-    if not world.is_main:
-        return
     file = _file(config, checkpoint.path).with_suffix(NEEDLES)
     own = {"step": checkpoint.meta.step, "checkpoint": str(checkpoint.path), "texts": options.needle_texts}
     picture = write(file, cells, own)

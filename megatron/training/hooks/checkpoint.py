@@ -174,9 +174,7 @@ class CheckpointHook(Hook):
         trainer.check_state()
         with trainer.aside(SAVE):
             begin = time.perf_counter()
-            fragments, meta = self._contents(trainer.completed)
-            fragments = list(fragments)
-            refuse_broken(trainer, fragments, self._inspect)
+            fragments, meta = intact_state(trainer, self._contents, self._inspect)
             stall = time.perf_counter() - begin
             stall += self._saver.save(trainer.completed, fragments, meta)
         if self._interval is not None:
@@ -207,16 +205,22 @@ class CheckpointHook(Hook):
                 trainer.log(f"it was not uploaded, and will be tried again: {saved.upload_problem}")
 
 
-def refuse_broken(trainer: Trainer, fragments: list[Fragment], inspect: Callable[[list[Fragment]], list[str]]) -> None:
-    """Inspect fragments before they are saved. All ranks call it.
+def intact_state(
+    trainer: Trainer,
+    contents: Callable[[int], tuple[Iterable[Fragment], Meta]],
+    inspect: Callable[[list[Fragment]], list[str]],
+) -> tuple[list[Fragment], Meta]:
+    """The state to save, after inspecting it. All ranks call it.
 
     Raises:
         NonFinite: on every rank, if they are broken on any.
     """
+    parts, meta = contents(trainer.completed)
+    fragments = list(parts)
     found = inspect(fragments)
     ranks = int(trainer.exchange.sum([float(bool(found))])[0])
     if not ranks:
-        return
+        return fragments, meta
     here = "; ".join(found) or "this rank's part is in order"
     before = f"update {trainer.completed - 1}" if trainer.completed else "the values that the run started from"
     raise NonFinite(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,35 +33,20 @@ PIECES, PIECE = 64, 1 << 18  # number and tokens of the pieces of a source that 
 DRAWN = 256  # the same in samples, where a run makes its data
 
 
-class Grouping(Protocol):
-    """Groups of labels, by name."""
-
-    names: Sequence[str]
-
-    def of(self, batch: StepBatch) -> torch.Tensor:
-        """The group of each label, int64 [A, M, S]."""
-
-
 class BySource:
-    """By the source of the sample."""
+    """Groups of labels by the source of the sample. `of` has the group of each label, int64 [A, M, S]."""
 
     def __init__(self, plan: SampleSet) -> None:
         self.plan = plan
-        self.names: Sequence[str] = (
-            [each.name for each in plan.sources] if isinstance(plan, SamplePlan) else ["synthetic"]
-        )
+        self.names = [each.name for each in plan.sources] if isinstance(plan, SamplePlan) else ["synthetic"]
 
     def of(self, batch: StepBatch) -> torch.Tensor:
         if not isinstance(self.plan, SamplePlan):
             return torch.zeros_like(batch.labels)
         pieces = self.plan.options.sequence_length // batch.labels.shape[-1]  # of a sample of the plan: `pieces.cut`
-        sources = [self._source(self.plan, number // pieces) for number in batch.sample_ids.flatten().tolist()]
+        places = [self.plan.place(number // pieces) for number in batch.sample_ids.flatten().tolist()]
+        sources = [phase.members[member] for phase, member, _ in places]
         return torch.tensor(sources).view(*batch.sample_ids.shape, 1).expand(batch.labels.shape)
-
-    @staticmethod
-    def _source(plan: SamplePlan, number: int) -> int:
-        phase, member, _ = plan.place(number)
-        return phase.members[member]
 
 
 class ByPosition:
@@ -69,9 +54,8 @@ class ByPosition:
     where documents are separate."""
 
     def __init__(self, sequence_length: int) -> None:
-        self.names: Sequence[str] = [
-            f"{2**power}-{2 ** (power + 1) - 1}" if power else "1" for power in range(sequence_length.bit_length())
-        ]
+        powers = range(1, sequence_length.bit_length())
+        self.names = ["1", *(f"{2**power}-{2 ** (power + 1) - 1}" for power in powers)]
 
     def of(self, batch: StepBatch) -> torch.Tensor:
         if batch.positions is not None:
@@ -84,15 +68,18 @@ class ByPosition:
 class ByFrequency:
     """By the label's share of the training tokens: at least 1 %, 0.1 %, ..."""
 
+    names = DECADES
+
     def __init__(self, shares: np.ndarray) -> None:
         """`shares` [V], in any unit that adds up to all tokens."""
-        self.names: Sequence[str] = DECADES
-        total = shares.sum()
         least = np.array([float(each) for each in DECADES])
-        self.groups = torch.from_numpy((shares[:, None] < least * total).sum(1))
+        self.groups = torch.from_numpy((shares[:, None] < least * shares.sum()).sum(1))
 
     def of(self, batch: StepBatch) -> torch.Tensor:
         return self.groups[batch.labels]
+
+
+Grouping = BySource | ByPosition | ByFrequency
 
 
 def token_shares(plan: SampleSet, vocabulary: int) -> np.ndarray:

@@ -40,13 +40,9 @@ class GuardHook(Hook):
         NonFinite: with the step, its batch and samples, and the last good values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parts: HookContext) -> None:
         self._skipped = 0
         self._good = "none before it in this process"
-
-    @classmethod
-    def of(cls, parts: HookContext) -> GuardHook:
-        return cls()
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
         if report.result.unlabelled:

@@ -15,7 +15,7 @@ from megatron.worker.beacon import SAVE
 from ..exchange import StepReport
 from ..hook import Hook, HookContext
 from ..trainer import Trainer
-from .checkpoint import Interval, failures_answered, refuse_broken
+from .checkpoint import Interval, failures_answered, intact_state
 
 FIRST = 10  # steps until a level of `every: auto` is saved for the first time, which measures the cost
 GROWTH = 4  # largest ratio of two consecutive intervals: the first steps are slower than the rest
@@ -71,9 +71,7 @@ class LevelsHook(Hook):
             return
         trainer.check_state()
         with trainer.aside(SAVE):
-            fragments, meta = self._contents(trainer.completed)
-            fragments = list(fragments)
-            refuse_broken(trainer, fragments, self._inspect)
+            fragments, meta = intact_state(trainer, self._contents, self._inspect)
             for number in due:
                 self._save(trainer, number, fragments, meta)
 

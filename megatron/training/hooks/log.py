@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,35 +47,16 @@ class LogHook(Hook):
     Speeds are means of the steps since the last record, without evaluation and checkpoints. TFLOP/s and MFU count the
     model's own operations (nothing recomputed) and are per device.
 
-    Args:
-        flops_per_token: of forward and backward, over the whole model, in an update. None shows no TFLOP/s.
-        compute: fp32, bf16 or fp16, the type of MFU's peak.
+    Without `flops_per_token` of the parts it shows no TFLOP/s. The peak of MFU is that of `precision.compute`.
     """
 
-    def __init__(
-        self,
-        every: int,
-        *,
-        flops_per_token: Callable[[int], float] | None,
-        compute: str,
-        peak_tflops: float | None = None,
-    ) -> None:
-        self._every, self._flops = every, flops_per_token
-        self._compute, self._given = compute, peak_tflops
+    def __init__(self, parts: HookContext) -> None:
+        self._flops, options = parts.flops_per_token, parts.config.logging
+        self._every, self._given, self._compute = options.every, options.peak_tflops, parts.config.precision.compute
         self._steps, self._operations = 0, 0.0  # since the last record. Operations per token, summed over steps
         self._pace: float | None = None
         self._peak: Peak | None = None
         self._due: tuple[StepReport, dict[str, Any]] | None = None  # a record that waits for its numbers
-
-    @classmethod
-    def of(cls, parts: HookContext) -> LogHook:
-        logging = parts.config.logging
-        return cls(
-            logging.every,
-            flops_per_token=parts.flops_per_token,
-            compute=parts.config.precision.compute,
-            peak_tflops=logging.peak_tflops,
-        )
 
     def on_start(self, trainer: Trainer) -> None:
         self._peak = peak = device_peak(device_name(trainer.exchange.device), self._compute, self._given)

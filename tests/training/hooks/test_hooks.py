@@ -14,7 +14,7 @@ from megatron.engine.protocol import StepDropped, StepResult
 from megatron.report.jsonl import read_lines
 from megatron.report.ledger import hash_text, read_ledger
 from megatron.training.exchange import Exchange
-from megatron.training.hook import Hook, RollBack
+from megatron.training.hook import Hook, HookContext, RollBack
 from megatron.training.hooks.guard import NonFinite
 from megatron.training.hooks.log import LogHook
 from megatron.training.trainer import Clock
@@ -199,7 +199,7 @@ def test_the_engine_may_report_on_some_ranks_only():
 
 def test_log_needs_no_flops(tmp_path):
     trainer = toy_trainer(config(tmp_path, steps=2))
-    trainer.hooks = [LogHook(1, flops_per_token=None, compute="fp32")]
+    trainer.hooks = [LogHook(HookContext(trainer.config))]
     run(trainer)
     assert all("tflops" not in line for line in read_lines(tmp_path / "run" / "metrics.jsonl"))
 
