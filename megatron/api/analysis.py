@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint import Fragment, open_checkpoint
-from megatron.checkpoint.format.fragment import WEIGHT
+from megatron.checkpoint import open_checkpoint
+from megatron.checkpoint.format.fragment import WEIGHT, weight_fragments
 from megatron.checkpoint.read.reader import config_of
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import Config
@@ -23,7 +23,7 @@ from megatron.data.batch import StepBatch
 from megatron.data.token_file import TokenFile
 from megatron.model.stack import Model, build_model
 from megatron.model.stream import Stream
-from megatron.parallel.layers.parameters import logical_of, stored_tensors
+from megatron.parallel.layers.parameters import logical_of
 from megatron.parallel.layout.precision import TYPES
 
 Edit = Callable[[Tensor], Tensor]
@@ -79,10 +79,7 @@ class OpenModel:
         checkpoint = open_checkpoint(find_checkpoint(path), verify="sizes")
         config = config_of(checkpoint)
         model = build_model(_plain(config), device=device, dtype=TYPES[dtype], values=False)
-        targets = [
-            Fragment(logical_of(each), WEIGHT, 0, 1, 0, each.detach().view(-1)) for each in stored_tensors(model)
-        ]
-        checkpoint.read_into(targets, cast={WEIGHT})
+        checkpoint.read_into(weight_fragments(model), cast={WEIGHT})
         return cls(model, config)
 
     @property

@@ -143,7 +143,11 @@ class BaseEngine:
         kernels = passes_of_adamw(self.deepspeed.optimizer, self.optimizer)
         if not self.scatters:
             sum_large_gradients_in_place(self.deepspeed)
-            begin_sums_with_copies(self.deepspeed.optimizer, self._squares(kernels))
+            squares, mesh = None, self.mesh
+            # Of gradients whose sums nothing changes after the backward pass: no other rank or stage adds to them.
+            if kernels is not None and max(mesh.replicas.size, mesh.expert_data.size, mesh.pipeline.size) == 1:
+                squares = SumsWithSquares(self.deepspeed.optimizer.fp32_groups_gradients, kernels)
+            begin_sums_with_copies(self.deepspeed.optimizer, squares)
         if kernels is not None:
             write_weights_with_adamw(self.deepspeed.optimizer, self.optimizer, kernels)
         decide_on_device(self.deepspeed.optimizer, self.optimizer)
@@ -151,13 +155,6 @@ class BaseEngine:
         update_in_place(self.deepspeed.optimizer)
         if self.scatters:
             self.scattered = self._scattered(each, kernels)
-
-    def _squares(self, kernels: Any | None) -> SumsWithSquares | None:
-        """Of gradients whose sums nothing changes after the backward pass: no other rank or stage adds to them."""
-        mesh = self.mesh
-        if kernels is None or max(mesh.replicas.size, mesh.expert_data.size, mesh.pipeline.size) > 1:
-            return None
-        return SumsWithSquares(self.deepspeed.optimizer.fp32_groups_gradients, kernels)
 
     def _scattered(self, each: bool, kernels: Any | None) -> ScatteredGradients:
         precision, module = self.config.precision, self.deepspeed.module

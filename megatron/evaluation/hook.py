@@ -65,18 +65,15 @@ class TasksHook(Hook):
                 progress=False,
             )
         if results is not None:
-            self._record(trainer, report, numbers(results))
+            found = numbers(results)
+            trainer.sinks.write({"step": trainer.completed, "tasks": found})
+            trainer.record("tasks", step=trainer.completed, batch_hash=f"{report.batch_hash:016x}", tasks=found)
 
     @staticmethod
     def _due(task: TaskOptions, trainer: Trainer) -> bool:
         if task.every is None:
             return trainer.completed == trainer.steps
         return trainer.completed % task.every == 0
-
-    @staticmethod
-    def _record(trainer: Trainer, report: StepReport, found: dict[str, dict[str, float]]) -> None:
-        trainer.sinks.write({"step": trainer.completed, "tasks": found})
-        trainer.record("tasks", step=trainer.completed, batch_hash=f"{report.batch_hash:016x}", tasks=found)
 
 
 class ProbesHook(Hook):

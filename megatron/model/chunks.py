@@ -76,16 +76,6 @@ class Chunks:
 WHOLE = Chunks()  # sequences are not cut
 
 
-def _fresh(state: Any) -> Any:
-    """A new state in its form between chunks."""
-    return mapped(state, lambda each: each.in_chunks() if hasattr(each, "in_chunks") else None)
-
-
-def _copied(state: Any) -> Any:
-    """A copy of the state, whose fields can be set without changing the original."""
-    return mapped(state, lambda each: None)
-
-
 def mapped(state: Any, instead: Callable[[Any], Any]) -> Any:
     """A copy of a block's state, with `instead` of each part that is not None."""
     if isinstance(state, dict):
@@ -115,14 +105,14 @@ def work_in_chunks(block: nn.Module, chunks: Chunks) -> None:
     plain, new_state = block.forward, cast(Callable[[], Any], block.new_state)
 
     def step(stream: Stream, state: Any) -> tuple[Stream, Any]:
-        state = _copied(state)
+        state = mapped(state, lambda each: None)  # a copy, whose fields can be set
         return plain(stream, state), state
 
     @functools.wraps(plain)
     def forward(stream: Stream, state: Any = None) -> Stream:
         if state is not None:
             return plain(stream, state)
-        state, found = _fresh(new_state()), []
+        state, found = mapped(new_state(), lambda each: each.in_chunks() if hasattr(each, "in_chunks") else None), []
         for part in chunks.streams(stream):
             given, state = recomputed_call(step, part, state)
             found.append(given)

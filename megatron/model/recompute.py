@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -39,18 +40,18 @@ RECOMPUTE = "recompute"  # name of a repetition in a profiler's trace
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class _Decisions:
     """The decisions of one checkpointed forward pass, and the number of them that its repetition has taken.
 
-    Args:
+    Attributes:
         modes: torch's modes of selective recomputation, for the first pass and for its repetition. Each counts
             operations, by which kept results are identified.
     """
 
-    def __init__(self, modes: tuple[Any, Any] | None = None) -> None:
-        self.modes = modes
-        self.made: list[Any] = []
-        self.taken: int | None = None  # None: not repeating
+    modes: tuple[Any, Any] | None = None
+    made: list[Any] = field(default_factory=list)
+    taken: int | None = None  # None: not repeating
 
 
 _DECISIONS: ContextVar[_Decisions | None] = ContextVar("decisions", default=None)

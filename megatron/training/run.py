@@ -100,8 +100,10 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     _prepare_torch(config)
     log = say if world.is_main else (lambda *_: None)
     if world.is_main:
-        _keep_configuration(config, place.config_text)
-        put_damage_aside(Path(config.run.dir))
+        folder = Path(config.run.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / "config.yml", place.config_text)
+        put_damage_aside(folder)
     data, tell = world.mesh.data, partial(world.beacon.at, SETUP)
     tell(detail=b"opening the data")
     loader = build_loader(config, data_rank=data.rank, data_ranks=data.size)
@@ -286,12 +288,6 @@ def _prepare_torch(config: Config) -> None:
         with suppress(AttributeError, RuntimeError):  # of torch that does not have the option
             # Else pinned memory is rounded up to a power of two, and copies for saves take up to twice their size.
             allocator._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")
-
-
-def _keep_configuration(config: Config, text: str) -> None:
-    folder = Path(config.run.dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / "config.yml", text)
 
 
 def _validation_sets(config: Config, world: World) -> list[ValidationSet]:

@@ -97,14 +97,10 @@ class Schedule:
         self.span = SchedulePeriods.of(config)
         grows = config.schedule.warmup_tokens is not None and config.training.batch_schedule
         self._warmed = _tokens_read(config) if grows else None
-        if self.options.type not in INSIDE[SCHEDULE]:
-            self._try()
-
-    def _try(self) -> None:
-        """Compute the last rate of a user's own schedule, so that mistakes in its options are found at the start."""
-        rate = self._shape(self.span.length, 1.0, self.span, self.options)
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not math.isfinite(rate) or rate < 0:
-            raise UserError(f"schedule.type = {self.options.type!r} must give rates of at least 0, not {rate!r}")
+        if self.options.type not in INSIDE[SCHEDULE]:  # mistakes in the options of a user's own are found at the start
+            rate = self._shape(self.span.length, 1.0, self.span, self.options)
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not math.isfinite(rate) or rate < 0:
+                raise UserError(f"schedule.type = {self.options.type!r} must give rates of at least 0, not {rate!r}")
 
     def lr(self, step: int) -> float:
         """The learning rate of update `step`, at least 0.

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint import Fragment, open_checkpoint
+from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.format.errors import CheckpointError
-from megatron.checkpoint.format.fragment import WEIGHT
+from megatron.checkpoint.format.fragment import WEIGHT, weight_fragments
 from megatron.checkpoint.read.reader import config_of
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import Config
@@ -35,7 +35,6 @@ from megatron.decoding.reading_options import add_options
 from megatron.decoding.sampling import Sampling, ending
 from megatron.decoding.schedule import Request
 from megatron.model.stack import Model, ModelPlan, make_model
-from megatron.parallel.layers.parameters import logical_of, stored_tensors
 from megatron.parallel.layout.mesh import ALONE, Axis, Mesh
 from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.pipes import visible
@@ -54,12 +53,8 @@ def load_model(
     config = config_of(checkpoint)
     dtype = dtype or (COMPUTE_TYPES[config.precision.compute] if device.type == "cuda" else torch.float32)
     model = make_model(plan(config, Mesh.single(), device, dtype, False))
-    checkpoint.read_into([_target(tensor) for tensor in stored_tensors(model)], cast={WEIGHT})
+    checkpoint.read_into(weight_fragments(model), cast={WEIGHT})
     return model.eval(), config
-
-
-def _target(tensor: torch.Tensor) -> Fragment:
-    return Fragment(logical_of(tensor), WEIGHT, 0, 1, 0, tensor.detach().view(-1))
 
 
 def main(arguments: Sequence[str]) -> int:

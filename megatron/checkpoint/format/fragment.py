@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import nn
 
+from megatron.parallel.layers.parameters import logical_of, shard_index, shard_start, stored_tensors
 from megatron.parallel.layout.shard import LogicalTensor, Span
 
 WEIGHT = "weight"  # in the type that the forward pass uses
@@ -254,3 +256,16 @@ def _refine(rectangle: FragmentRectangle, width: int, finer: int) -> list[Fragme
             position = local + first * finer + begin - start
             refined.append(FragmentRectangle(first, count, begin, end - begin, position, finer))
     return refined
+
+
+def weight_fragments(model: nn.Module) -> list[Fragment]:
+    """This rank's weights of a model without an optimizer, to be filled. Buffers are whole on every rank."""
+    return [
+        Fragment(
+            logical_of(each),
+            WEIGHT,
+            *((*shard_index(each), shard_start(each)) if isinstance(each, nn.Parameter) else (0, 1, 0)),
+            each.detach().view(-1),
+        )
+        for each in stored_tensors(model)
+    ]

@@ -43,8 +43,8 @@ def parameter_groups(config: Config, parameters: Iterable[nn.Parameter]) -> list
         logical = getattr(parameter, "logical", None)
         if logical is None:
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has no logical tensor, so no role")
-        lr_scale, decay = _settings(config.optimizer, logical.role)
-        own = {**_averaging(config.optimizer, logical.role), **group_settings(kind, config, logical)}
+        lr_scale, decay, own = _settings(config.optimizer, logical.role)
+        own |= group_settings(kind, config, logical)
         scales = own.pop("scales", logical.scales)
         lr_scale *= own.pop("lr_scale", 1.0) * scales.lr
         decay *= scales.weight_decay
@@ -61,18 +61,14 @@ def parameter_groups(config: Config, parameters: Iterable[nn.Parameter]) -> list
     return list(groups.values())
 
 
-def _settings(optimizer: OptimizerSection, role: Role) -> tuple[float, float]:
+def _settings(optimizer: OptimizerSection, role: Role) -> tuple[float, float, dict[str, Any]]:
+    """Multiple of the rate, decay, and betas and epsilon of a role that differ, as torch names them."""
     options = optimizer.groups.get(role.value)
     if options is None:
-        return 1.0, optimizer.weight_decay
-    return options.lr_scale, optimizer.weight_decay if options.weight_decay is None else options.weight_decay
-
-
-def _averaging(optimizer: OptimizerSection, role: Role) -> dict[str, Any]:
-    """Betas and epsilon of a role that differ from the optimizer's, as torch names them."""
-    options = optimizer.groups.get(role.value)
-    own = {} if options is None else {"betas": options.betas, "eps": options.epsilon}
-    return {name: value for name, value in own.items() if value is not None}
+        return 1.0, optimizer.weight_decay, {}
+    averaging = {"betas": options.betas, "eps": options.epsilon}
+    decay = optimizer.weight_decay if options.weight_decay is None else options.weight_decay
+    return options.lr_scale, decay, {name: value for name, value in averaging.items() if value is not None}
 
 
 def use_fused(config: Config, groups: list[dict[str, Any]]) -> bool:

@@ -49,12 +49,9 @@ class SGD(ElementwiseOptimizer):
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def update(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> None:
-        direction = self._direction(group, parameter, gradient)
+        direction = gradient
+        if group["momentum"]:
+            average = self.state[parameter]["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
+            direction = gradient.add(average, alpha=group["momentum"]) if group["nesterov"] else average
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(direction, alpha=-group["lr"])
-
-    def _direction(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
-        if group["momentum"] == 0:
-            return gradient
-        average = self.state[parameter]["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
-        return gradient.add(average, alpha=group["momentum"]) if group["nesterov"] else average

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import SOLO, WEIGHT, Checkpoint, Communicator, Fragment, open_checkpoint
-from megatron.checkpoint.format.fragment import MASTER
+from megatron.checkpoint import SOLO, WEIGHT, Checkpoint, Communicator, open_checkpoint
+from megatron.checkpoint.format.fragment import MASTER, weight_fragments
 from megatron.config import Config, resolve
 from megatron.config.problems import UserError
 from megatron.config.teacher import on_layout
@@ -23,7 +23,6 @@ from megatron.model.stack import ModelPlan, make_model
 from megatron.model.stream import StreamForm
 from megatron.objectives.named import objective_of
 from megatron.parallel.layers.collectives import all_reduce
-from megatron.parallel.layers.parameters import logical_of, shard_index, shard_start, stored_tensors
 from megatron.parallel.layout.mesh import Mesh
 
 from ..micro_batches import MicroBatch, inputs_of
@@ -73,7 +72,7 @@ class Teacher(EnginePart):
             CheckpointError: on every rank, if it is damaged or does not fit.
         """
         checkpoint = open_checkpoint(self.path, communicator=communicator)
-        targets = [_fragment(each) for each in stored_tensors(self.model)]
+        targets = weight_fragments(self.model)
         checkpoint.check([each.spec for each in targets], communicator=communicator, states={MASTER, WEIGHT})
         checkpoint.read_into(targets, cast={WEIGHT}, communicator=communicator)
         self.ready = True
@@ -118,14 +117,3 @@ class Teacher(EnginePart):
             raise RuntimeError("the teacher has no weights: load them first")
         stream = self.model.stream(micro.tokens, **inputs_of(micro, self.form))
         return Taught(self.model.head, self.model.head.read(stream))
-
-
-def _fragment(tensor: Tensor) -> Fragment:
-    return Fragment(logical_of(tensor), WEIGHT, *_place(tensor), tensor.detach().view(-1))
-
-
-def _place(tensor: Tensor) -> tuple[int, int, int]:
-    """(shard, shards, first element). Buffers are whole on every rank."""
-    if not isinstance(tensor, torch.nn.Parameter):
-        return 0, 1, 0
-    return *shard_index(tensor), shard_start(tensor)

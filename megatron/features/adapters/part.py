@@ -341,7 +341,11 @@ class Adapters(EnginePart):
         """Give the adapters of a new run the values that they begin with."""
         masters = [each for each in self._engine.state.masters() if is_adapter(each.tensor.name)]
         if self._options.initialize_from is None:
-            fill_lengths([each for each in masters if each.tensor.name.endswith(MAGNITUDE)], base, self._type())
+            fill_lengths(
+                [each for each in masters if each.tensor.name.endswith(MAGNITUDE)],
+                base,
+                self._engine.plan.factory("").dtype,
+            )
             return
         found = self._open(self._options.initialize_from, "adapter.initialize_from", talk)
         kept = found.meta.extra.get(ADAPTERS)
@@ -354,9 +358,6 @@ class Adapters(EnginePart):
             raise CheckpointError(found.path, f"adapter.alpha must be {alpha}, which its adapters were trained with")
         found.check([each.spec for each in masters], communicator=talk, states={MASTER, WEIGHT})
         found.read_into(masters, cast={MASTER, WEIGHT}, communicator=talk)
-
-    def _type(self) -> torch.dtype:
-        return self._engine.plan.factory("").dtype
 
     def _open(self, where: str | None, key: str, talk: Communicator) -> Checkpoint:
         if where is None:

@@ -112,7 +112,9 @@ class HashesHook(Hook):
             return [[(code, value) for code, value in own.tolist()]]
         first = self._rows is None
         if self._rows is None:
-            self._rows = self._most(len(own), own.device)
+            most = torch.tensor([len(own)], device=own.device)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            self._rows = int(most)
         padded = torch.full((self._rows, 2), -1, dtype=torch.int64, device=own.device)
         padded[: len(own)] = own
         everyone = torch.empty(len(self._hosts), *padded.shape, dtype=torch.int64, device=own.device)
@@ -129,12 +131,6 @@ class HashesHook(Hook):
         if at_rest and not ((codes[1:] == codes[:-1]) & (values[1:] != values[:-1]) & (codes[1:] >= 0)).any():
             return []
         return [[(code, value) for code, value in each if code >= 0] for each in everyone.tolist()]
-
-    @staticmethod
-    def _most(rows: int, device: torch.device) -> int:
-        most = torch.tensor([rows], device=device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return int(most)
 
     def _told(self, names: list[str]) -> list[str]:
         return sorted({name for each in self._communicator.gather(names[:SHOWN]) for name in each})

@@ -117,16 +117,13 @@ class SlotHook(PeersHook):
                 if found is None or isinstance(found, list):
                     return None if found is None else [COMPUTE, found]
                 line = found
-            self._same_base(line)
+            if line.base != part.chain:
+                raise self._other_weights(line.round, line.peer)
             self._offers, gone = rounds.gradients(line, part.form)
             return [COMPUTE, gone] if gone else [LINE, []]
 
         found: list[Any] | None = retried(look, lambda text: self._tell(trainer, text))
         return found
-
-    def _same_base(self, line: StepLine) -> None:
-        if line.base != self.part.chain:
-            raise self._other_weights(line.round, line.peer)
 
     def _compute(self, trainer: Trainer, run: RunStep, batch: StepBatch, lr: float, look: Look, slot: int) -> None:
         """Compute the gradient of a slot, and send it."""

@@ -90,7 +90,9 @@ def decompress(sparse: Sparse, shape: Sequence[int], k: int, dtype: torch.dtype)
     chunk = torch.arange(count) // max(min(k, CHUNK), 1)
     flat = torch.zeros(size, dtype=dtype)
     flat[chunk.clamp(max=full) * CHUNK + indices] = sparse.table.to(dtype)[codes]
-    return _joined(flat, shape)
+    if _in_blocks(shape):
+        flat = flat.view(-1, shape[-1] // BLOCK, BLOCK, BLOCK).transpose(1, 2)
+    return flat.reshape(tuple(shape))
 
 
 def norm_of(sparse: Sparse, shape: Sequence[int], k: int) -> float:
@@ -117,12 +119,6 @@ def _chunks(values: Tensor) -> tuple[Tensor, Tensor]:
     flat = values.reshape(-1)
     whole = flat.numel() // CHUNK * CHUNK
     return flat[:whole].view(-1, CHUNK), flat[whole:]
-
-
-def _joined(flat: Tensor, shape: Sequence[int]) -> Tensor:
-    if _in_blocks(shape):
-        flat = flat.view(-1, shape[-1] // BLOCK, BLOCK, BLOCK).transpose(1, 2)
-    return flat.reshape(tuple(shape))
 
 
 def _largest(chunks: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -145,7 +145,8 @@ class Stages:
         replaced = []
         for parameter in self.outside().values():
             if id(parameter) not in own:
-                replaced += list(_places(self.model, parameter))
+                for module in self.model.modules():
+                    replaced += [(module, name, each) for name, each in module._parameters.items() if each is parameter]
         for module, name, parameter in replaced:
             del module._parameters[name]
             setattr(module, name, parameter.new_zeros(()).detach().expand(parameter.shape))
@@ -162,11 +163,6 @@ class Stages:
                 module._parameters[name] = parameter
             for index, block in enumerate(self.blocks):
                 self.model.get_submodule(self.name)[index] = block  # type: ignore[index]
-
-
-def _places(model: nn.Module, parameter: nn.Parameter) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for module in model.modules():
-        yield from ((module, name, parameter) for name, each in module._parameters.items() if each is parameter)
 
 
 def refused(model: PreTrainedModel, what: str) -> FactsError:

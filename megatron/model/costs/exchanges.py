@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.config.arithmetic.recurrence import Passes, core_of
 from megatron.config.pattern import Kind
-from megatron.config.sections.model import ModelSection
 from megatron.config.variants import options_of
 from megatron.parallel.layers.context import ContextGroup
 from megatron.parallel.layout.mesh import Mesh
@@ -154,7 +153,8 @@ def layer_traffic(
     """
     found, model, mesh = ExchangeTraffic(), config.model, mesh.of_blocks
     held = [place - 1 for place in layers if 0 < place <= len(model.blocks)]
-    held += range(len(model.blocks), _count(model)) if len(model.blocks) + 1 in layers else ()
+    blocks = len(model.blocks)
+    held += range(blocks, blocks + len(model.further_blocks)) if blocks + 1 in layers else ()
     for index, layer, message in _asked(config, mesh, held, documents):
         often = core if index in core_of(model.blocks) and not message.shared else ONCE
         for call in _calls(config, mesh, layer, message, index):
@@ -174,10 +174,6 @@ def reading_exchanges(config: Config, mesh: Mesh, documents: Tensor | None = Non
             if call.phase == "forward":
                 found.add(call, times * message.times(config.training.sequence_chunks), message)
     return found
-
-
-def _count(model: ModelSection) -> int:
-    return len(model.blocks) + len(model.further_blocks)
 
 
 def _asked(

@@ -60,7 +60,8 @@ def choose_compilation(config: Config, device: torch.device | str) -> tuple[Exte
         return "off", "the pipeline's schedule computes gradients of weights later"
     if wanted == "auto" and kind != "cuda":
         return "off", "auto: on CPU it gains nothing, or too little for its start and memory"
-    if not any(_has_parts(config, each) for each in config.model.blocks):
+    kinds = {kind for block in config.model.blocks for kind in block.kinds}
+    if not any(hasattr(layer_class(config.model, kind), "compiled_parts") for kind in kinds):
         return "off", "no layer has parts that are compiled"
     cut = _cut_by(config)
     if cut:
@@ -107,10 +108,6 @@ def _halves(config: Config, block: BlockPattern) -> list[str]:
     mixes = not block.side and _compiles(config, block.mixers)
     feeds = block.ffn is not None and _compiles(config, [block.ffn])
     return ["mixed"] * mixes + ["fed"] * feeds
-
-
-def _has_parts(config: Config, block: BlockPattern) -> bool:
-    return any(hasattr(layer_class(config.model, kind), "compiled_parts") for kind in block.kinds)
 
 
 def describe_compile(config: Config, device: torch.device | str) -> str:

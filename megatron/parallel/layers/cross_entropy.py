@@ -208,11 +208,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx, *of_head, *(None,) * 7
 
 
-def _has_wide_products(tensor: Tensor) -> bool:
-    """Whether the device writes products of 16-bit numbers in fp32. CPUs, ROCm and tensors without values do not."""
-    return tensor.device.type == "cuda" and torch.version.hip is None and not hasattr(tensor, "fake_mode")
-
-
 class Gradients:
     """Accumulators of the gradients of the sum of losses.
 
@@ -234,7 +229,9 @@ class Gradients:
         if not self.of_head:
             return
         narrow = self.sum_dtype != grad_CV.dtype
-        if narrow and _has_wide_products(grad_CV):  # the kernel adds the product in fp32
+        # ROCm and tensors without values have no kernel that writes or adds products of 16-bit numbers in fp32.
+        wide = grad_CV.device.type == "cuda" and torch.version.hip is None and not hasattr(grad_CV, "fake_mode")
+        if narrow and wide:
             if self.weight is None:
                 self.weight = torch.mm(grad_CV.T, x_CH, out_dtype=self.sum_dtype)
             else:

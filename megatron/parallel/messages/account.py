@@ -175,9 +175,9 @@ class Recorder:
         if operation in ("send", "recv"):
             place = args[1] if len(args) > 2 else None  # None: from any rank (`recv_anysource`)
             if place is not None:
-                level = name.partition("/")[1:]  # of an algorithm's own group
-                name, size, ranks = self._pair(ranks[place]), 2, (self.mesh.rank, ranks[place])
-                name += "".join(level)
+                level, peer = name.partition("/")[1:], ranks[place]  # the first: of an algorithm's own group
+                name = pair_name(self.mesh.at, self.mesh.layout.coordinates(peer)) + "".join(level)
+                size, ranks = 2, (self.mesh.rank, peer)
         bytes_, dtype = _bytes(args[argument]) if argument is not None else (0, "")
         phase = "recompute" if self.phase == "backward" and self._layers else self.phase
         call = Call(phase, self.layer, name, size, operation, dtype)
@@ -199,9 +199,6 @@ class Recorder:
             level = group.group_desc if group.group_desc in LEVELS else ""
             self._groups[key] = f"{name}/{level}" if level else name, ranks
         return self._groups[key]
-
-    def _pair(self, peer: int) -> str:
-        return pair_name(self.mesh.at, self.mesh.layout.coordinates(peer))
 
 
 def _bytes(tensors: Any) -> tuple[int, str]:

@@ -12,6 +12,8 @@ exact ones by the last errors only. `bf16` and `fp16` only round, and keep no er
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -178,40 +180,27 @@ def _padded(x_PE: Tensor, wire: str) -> Tensor:
     return F.pad(x_PE.float(), (0, part_elements(wire, elements, 1) - elements))
 
 
-class _Sent(torch.autograd.Function):
-    """[B, E] to its message, [B, n]. The gradient returns in the same form."""
+class _Coded(torch.autograd.Function):
+    """[B, E] to its message, [B, n], or the reverse. The gradient returns in the same form."""
 
     @staticmethod
-    def forward(ctx: Any, x_BE: Tensor, wire: str, block: int) -> Tensor:
-        ctx.wire, ctx.block, ctx.elements, ctx.dtype = wire, block, x_BE.shape[1], x_BE.dtype
-        return _travelling(x_BE, wire, block)
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _arrived(grad, ctx.wire, ctx.elements, ctx.block).to(ctx.dtype), None, None
+        return ctx.back(grad), None, None
 
 
-class _Received(torch.autograd.Function):
-    """The reverse of `_Sent`."""
-
-    @staticmethod
-    def forward(ctx: Any, packed_Bn: Tensor, wire: str, elements: int, block: int, dtype: torch.dtype) -> Tensor:
-        ctx.wire, ctx.block = wire, block
-        return _arrived(packed_Bn, wire, elements, block).to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _travelling(grad, ctx.wire, ctx.block), None, None, None, None
-
-
-def _travelling(x_BE: Tensor, wire: str, block: int) -> Tensor:
+def _travelling(wire: str, block: int, x_BE: Tensor) -> Tensor:
     """A float tensor, since only floats have gradients between stages: the bytes of int8_block pass as fp32."""
     coded = encode(wire, x_BE.float().contiguous(), block)
     return coded.view(TYPES.get(wire, torch.float32))
 
 
-def _arrived(packed_Bn: Tensor, wire: str, elements: int, block: int) -> Tensor:
-    return decode(wire, packed_Bn.contiguous().view(torch.uint8), elements, block)
+def _arrived(wire: str, block: int, elements: int, dtype: torch.dtype, packed_Bn: Tensor) -> Tensor:
+    return decode(wire, packed_Bn.contiguous().view(torch.uint8), elements, block).to(dtype)
 
 
 def pack_rows(x: Tensor, wire: str, width: int) -> Tensor:
@@ -220,7 +209,11 @@ def pack_rows(x: Tensor, wire: str, width: int) -> Tensor:
     Args:
         width: the elements of each sample are a multiple of it.
     """
-    return x if wire == "none" else _Sent.apply(x.flatten(1), wire, row_block(width))
+    if wire == "none":
+        return x
+    x_BE, block = x.flatten(1), row_block(width)
+    back = partial(_arrived, wire, block, x_BE.shape[1], x.dtype)
+    return _Coded.apply(x_BE, partial(_travelling, wire, block), back)
 
 
 def unpack_rows(packed: Tensor, wire: str, width: int, dtype: torch.dtype) -> Tensor:
@@ -229,7 +222,7 @@ def unpack_rows(packed: Tensor, wire: str, width: int, dtype: torch.dtype) -> Te
         return packed
     block, count = row_block(width), packed.shape[1]
     elements = count if wire in TYPES else 4 * count * block // (block + 4)
-    return _Received.apply(packed, wire, elements, block, dtype)
+    return _Coded.apply(packed, partial(_arrived, wire, block, elements, dtype), partial(_travelling, wire, block))
 
 
 def part_message(wire: str, elements: int, ranks: int) -> int:

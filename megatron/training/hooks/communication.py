@@ -255,7 +255,9 @@ class CommunicationHook(Hook):
         recorder, file = self._open
         self._last, crossing = recorder.tally.take(), recorder.crossing.take()
         if self._times is not None:
-            self._read(step, self._times)
+            if self._times.timer.active:
+                self._times.end(step)
+            self._take(self._times.read(self._heard))  # their messages are done on every rank
         if step % self._every == 0 or trainer.last:
             shared = 0 if report.shared is None else report.shared.numel()
             predicted = None
@@ -264,12 +266,6 @@ class CommunicationHook(Hook):
             file.step(step, self._last, self._outside, crossing, predicted)
             self._outside = Tally()
             trainer.extra_metrics["communication"] = by_group(self._last, self._durations, crossing)
-
-    def _read(self, step: int, times: MessageTimes) -> None:
-        """Durations of the timed steps whose numbers have arrived. Their messages are done on every rank."""
-        if times.timer.active:
-            times.end(step)
-        self._take(times.read(self._heard))
 
     def _take(self, found: tuple[int, Durations] | None) -> None:
         if found is not None:

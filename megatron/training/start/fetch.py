@@ -41,7 +41,8 @@ def local_path(where: str, checkpoints: Path, communicator: Communicator, config
     Raises:
         CheckpointError: on every rank, if it is missing, is damaged or cannot be converted.
     """
-    if "://" not in where and not _is_hugging_face(Path(where)):
+    given = Path(where)
+    if "://" not in where and (not (given / "config.json").is_file() or (given / META_NAME).is_file()):
         return where
     path, failure = from_rank_0(
         communicator, lambda: str(fetched(where, checkpoints / FOLDER, config)), OSError, ValueError, CheckpointError
@@ -49,10 +50,6 @@ def local_path(where: str, checkpoints: Path, communicator: Communicator, config
     if failure:
         raise CheckpointError(where, failure)
     return str(path)
-
-
-def _is_hugging_face(path: Path) -> bool:
-    return (path / "config.json").is_file() and not (path / META_NAME).is_file()
 
 
 def weights_of(where: str, key: str, config: Config, communicator: Communicator) -> Checkpoint:

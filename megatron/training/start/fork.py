@@ -66,12 +66,12 @@ def fork(trunk: Path, at: int, steps: int, folder: Path, changes: Mapping[str, A
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
     head = f"# A branch of {trunk} from its step {at}: the learning rate decays over {steps} steps.\n"
     (making / FILE).write_text(head + text, encoding="utf-8")
-    facts = _facts(trunk, folder, checkpoint, steps)
+    common = {"checkpoint": str(checkpoint), "decay_steps": steps}
     skipped = left_out(trunk / "ledger.jsonl", meta.ledger.get("bytes", 0), at)  # also since the checkpoint was saved
     told = {} if skipped is None else {"left_out": skipped}
-    Ledger(making / "ledger.jsonl").write("forked", step=at, **facts["forked"], **told)
+    Ledger(making / "ledger.jsonl").write("forked", step=at, trunk=str(trunk), **common, **told)
     move(making, folder)
-    Ledger(trunk / "ledger.jsonl").write("fork", step=at, **facts["fork"])
+    Ledger(trunk / "ledger.jsonl").write("fork", step=at, branch=str(folder), **common)
     return folder / FILE
 
 
@@ -146,11 +146,6 @@ def _checkpoint(folder: Path, at: int) -> Path:
         return paths[at]
     steps = ", ".join(map(str, paths)) or "none"
     raise UserError(f"there is no checkpoint of step {at} in {folder}. There are: {steps}")
-
-
-def _facts(trunk: Path, folder: Path, checkpoint: Path, steps: int) -> Mapping[str, dict[str, Any]]:
-    common = {"checkpoint": str(checkpoint), "decay_steps": steps}
-    return {"fork": {"branch": str(folder), **common}, "forked": {"trunk": str(trunk), **common}}
 
 
 def _link(source: Path, target: Path) -> None:

@@ -334,12 +334,6 @@ def _compiled_flex() -> Callable:
     return fallback.of(torch.compile(flex_attention, dynamic=False), flex_attention)
 
 
-def _flex_function() -> Callable:
-    if torch.compiler.is_compiling():  # it is fused in compiled blocks
-        return flex_attention
-    return _compiled_flex()
-
-
 def flex_modifiers(
     pattern: Pattern, documents_BS: Tensor | None, device: torch.device
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor] | None]:
@@ -363,7 +357,7 @@ def flex_modifiers(
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: BlockMask, sinks_n: Tensor | None) -> Tensor:
-    compute = _flex_function()
+    compute = flex_attention if torch.compiler.is_compiling() else _compiled_flex()  # it is fused in compiled blocks
     _, score = flex_modifiers(pattern, None, q.device)
     options = {"scale": pattern.scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if sinks_n is None:

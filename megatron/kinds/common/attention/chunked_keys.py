@@ -35,11 +35,6 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _aside(tensor: Tensor) -> bool:
-    """Whether copies of it go through a stream of their own."""
-    return tensor.device.type == "cuda" and not is_fake(tensor)
-
-
 @dataclass
 class _Parked:
     held: Tensor
@@ -59,7 +54,7 @@ class HostMemory:
     def put(self, number: int, tensor: Tensor) -> None:
         """Keep the tensor in place of an earlier one. Its memory may be used again at once."""
         tensor = tensor.detach()
-        if not _aside(tensor):
+        if tensor.device.type != "cuda" or is_fake(tensor):  # no copies through a stream of their own
             self._parked[number] = _Parked(tensor.to("cpu"), tensor.device)
             return
         stream = _copies(tensor.device)

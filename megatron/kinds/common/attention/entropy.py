@@ -6,7 +6,7 @@ channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,17 +34,18 @@ class AttentionEntropy:
         self.active = False
         self._sums: list[Tensor] = []
         self.count = 0
-        self._measure: Callable[..., None] = self._add
 
     def begin(self) -> None:
         self.active, self._sums, self.count = True, [], 0
-        self._measure = torch.compiler.disable(self._add)  # only here: it imports the compiler
+        # only here: it imports the compiler
+        self.see = torch.compiler.disable(partial(AttentionEntropy.see, self))  # type: ignore[method-assign]
 
     def finish(self) -> tuple[Tensor | float, int]:
         """The sum and the number since `begin`."""
         self.active = False
         return torch.stack(self._sums).sum() if self._sums else 0.0, self.count
 
+    @torch.no_grad()
     def see(
         self,
         q: Tensor,
@@ -61,12 +62,6 @@ class AttentionEntropy:
             stream: has the documents of these tokens.
             sinks_n: a logit of each head that takes its share of the softmax.
         """
-        self._measure(q, k, pattern, stream, context, sinks_n)
-
-    @torch.no_grad()
-    def _add(
-        self, q: Tensor, k: Tensor, pattern: Pattern, stream: Stream, context: ContextGroup, sinks_n: Tensor | None
-    ) -> None:
         documents, places = stream.documents, context.places(q.shape[2], q.device)
         whole = documents
         if context.size > 1:

@@ -202,16 +202,13 @@ class PagedKeys:
         for number, group in enumerate(now.groups if reading is None else now.prompts):
             own = q_TnD[group.rows].transpose(1, 2)
             seen, read = self.pages_of(keys, group.pages), self.pages_of(values, group.pages)
-            y = attend_masked(own, seen, read, group.places, pattern, sinks_n, self._remember(now, number))
+            remember = lambda key, make, number=number: now.remember((number, key), make)  # noqa: E731
+            y = attend_masked(own, seen, read, group.places, pattern, sinks_n, remember)
             y_TnE[group.targets] = y.transpose(1, 2).flatten(0, 1)[group.real]
         if reading is not None:
             for some in now.drawn:
                 y_TnE[some.rows] = reading.attend(q_TnD[some.rows], keys, values, some, pattern.scale)
         return y_TnE.unsqueeze(2)
-
-    @staticmethod
-    def _remember(now: Pass, number: int) -> Any:
-        return lambda key, make: now.remember((number, key), make)
 
     def write(self, now: Pass, k_TmD: Tensor, v_TmE: Tensor) -> tuple[Tensor, Tensor]:
         """Put keys and values of the pass into their pages, and return all pages, [pages, m, PAGE, D or E]."""
