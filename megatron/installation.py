@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
+import subprocess
+import sys
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,6 +24,20 @@ def root() -> Path:
 def installed() -> bool:
     """Whether this package came from a wheel, and not from a checkout."""
     return root() != PACKAGE.parent
+
+
+def run_apart(module: str, text: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+    """A module of this package, as a program that reads `text`, in another process that sees no GPU."""
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, "-m", module],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
 
 
 def configuration_file(word: str) -> str | None:

@@ -7,14 +7,13 @@ returns to a checkpoint sets all of it, to the checkpoint's values or a new run'
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from megatron.parallel.transport.compression import CompressedSum
 
 from .part import EnginePart
 from .parts import COMPRESSION
 from .state import EngineState
-
-if TYPE_CHECKING:
-    from megatron.parallel.transport.compression import CompressedSum
 
 OPTIMIZER, SCALER = "optimizer", "loss_scaler"
 

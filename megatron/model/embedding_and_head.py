@@ -220,8 +220,10 @@ class Head(nn.Module):
         if teacher is None and self.teaching is not None and torch.is_grad_enabled() and self.training:
             raise RuntimeError("the objective has a teacher, and this model got none")
         if self.further is not None and self.training:
+            if further is None and self.context.size > 1:
+                raise ValueError("labels of further tokens are made of whole samples, and this rank has a part of them")
             if further is None:
-                further = self._further_labels(labels_BS, weights_BS, stream)
+                further = further_labels(labels_BS, weights_BS, stream.documents, len(self.further.tokens))
             loss, *of_tokens, stream = self._further_loss(self.further, stream, labels_BS, weights_BS, further)
         elif self.of_labels is not None and self.value is not None:
             loss, *of_tokens = self._of_values(self.of_labels, stream.hidden, weights_BS, columns or {})
@@ -289,11 +291,6 @@ class Head(nn.Module):
         if self.value is None:
             raise ValueError("the model must be a reward model: objective.type=reward_model trains one")
         return at_least_fp32(x_BSH) @ at_least_fp32(sum_gradient(self.value, self.mesh.tensor))[0]
-
-    def _further_labels(self, labels_BS: Tensor, weights_BS: Tensor, stream: Stream) -> FurtherLabels:
-        if self.context.size > 1 or self.further is None:
-            raise ValueError("labels of further tokens are made of whole samples, and this rank has a part of them")
-        return further_labels(labels_BS, weights_BS, stream.documents, len(self.further.tokens))
 
     def _further_loss(
         self,

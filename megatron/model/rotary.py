@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.section import RotaryOptions, RotaryScaling
+from megatron.config.section import RotaryOptions
 from megatron.model.stream import Stream
 from megatron.parallel.layout.precision import at_least_fp32, wide_type
 
@@ -29,30 +29,21 @@ def frequencies(
     exponents = torch.arange(0, rotated, 2, dtype=dtype) / rotated
     scaling = options.scaling
     if scaling.type == "dynamic":
-        return 1.0 / (_dynamic_base(options, rotated, length) ** exponents), 1.0
+        longer = scaling.factor * max(length / scaling.original_length, 1.0) - (scaling.factor - 1.0)
+        return 1.0 / ((options.base * longer ** (rotated / max(rotated - 2, 1))) ** exponents), 1.0
     inverse = 1.0 / (options.base**exponents)
     if scaling.type == "proportional":
         inverse[int(options.fraction * rotated) // 2 :] = 0.0
     if scaling.type in ("linear", "proportional"):
         return inverse / scaling.factor, 1.0
     if scaling.type == "llama3":
-        return _llama3(inverse, scaling), 1.0
+        turns = scaling.original_length * inverse / (2 * math.pi)  # rotations within the original context
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return kept * inverse + (1.0 - kept) * inverse / scaling.factor, 1.0
     if scaling.type == "yarn":
         return _yarn(inverse, options, rotated)
     return inverse, 1.0
-
-
-def _dynamic_base(options: RotaryOptions, rotated: int, length: int) -> float:
-    scaling = options.scaling
-    longer = scaling.factor * max(length / scaling.original_length, 1.0) - (scaling.factor - 1.0)
-    return options.base * longer ** (rotated / max(rotated - 2, 1))
-
-
-def _llama3(inverse: Tensor, scaling: RotaryScaling) -> Tensor:
-    turns = scaling.original_length * inverse / (2 * math.pi)  # rotations within the original context
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return kept * inverse + (1.0 - kept) * inverse / scaling.factor
 
 
 def _yarn(inverse: Tensor, options: RotaryOptions, rotated: int) -> tuple[Tensor, float]:

@@ -81,6 +81,18 @@ class RollBack:
     find: Callable[..., StartPoint]
 
 
+class StepError(RuntimeError):
+    """The reason why a run ends at a step.
+
+    Attributes:
+        step: number of the update.
+    """
+
+    def __init__(self, text: str, step: int) -> None:
+        super().__init__(text)
+        self.step = step
+
+
 class Hook:
     """One concern of a run. A subclass defines the methods that it needs, which are called on all ranks.
 

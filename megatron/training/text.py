@@ -61,10 +61,9 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     # Ranks of torchrun share a text. Variables of a scheduler, in an interactive session, do not mean that.
     place = worker_environment() if "WORLD_SIZE" in os.environ else WorkerEnvironment()
-    if place.world_size > 1 and options.prompt is None and options.file is None:
-        sys.stderr.write("several ranks must have --prompt or --file: only one of them could be asked\n")
-        return 2
     try:
+        if place.world_size > 1 and options.prompt is None and options.file is None:
+            raise UserError("several ranks must have --prompt or --file: only one of them could be asked")
         path = find_checkpoint(options.path)
         device = _device(options.device, place)
         outside = Outside.of(options, device)
@@ -75,21 +74,15 @@ def main(arguments: Sequence[str]) -> int:
                 raise CheckpointError(path, f"--experts-held cannot be used: {wrong}")
             plan = outside.plan(config)
         model, config = load_model(path, device, plan=plan)
+        if model.plan.depth is None and (options.depth, options.tolerance) != (None, None):
+            raise UserError(
+                f"{path}: --depth and --tolerance are for models with a recurrent(...) group in model.layers"
+            )
+        reading = chosen(options, config, device)
+        if reading is not None and (options.no_cache or options.tolerance is not None or place.world_size > 1):
+            raise UserError("--loki and --sift must come without --no-cache and --tolerance, on one rank")
     except (CheckpointError, UserError) as error:
         sys.stderr.write(f"{error}\n")
-        return 2
-    if model.plan.depth is None and (options.depth, options.tolerance) != (None, None):
-        sys.stderr.write(
-            f"{path}: --depth and --tolerance are for models with a recurrent(...) group in model.layers\n"
-        )
-        return 2
-    try:
-        reading = chosen(options, config, device)
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    if reading is not None and (options.no_cache or options.tolerance is not None or place.world_size > 1):
-        sys.stderr.write("--loki and --sift must come without --no-cache and --tolerance, on one rank\n")
         return 2
     fetching = outside.install(model) if outside is not None else None
     with _sharing(place, device) as axis:

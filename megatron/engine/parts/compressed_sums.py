@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron.config.arithmetic.wire import skips_late
 from megatron.parallel.transport.compression import CompressedSum
 
+from ..base import BaseEngine
 from ..deepspeed.reduction import compress_gradients
 from ..part import EnginePart
-
-if TYPE_CHECKING:
-    from ..base import BaseEngine
 
 
 class CompressedSums(EnginePart):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.data.errors import DataError
 
+from ..base import BaseEngine
 from ..part import EnginePart
-
-if TYPE_CHECKING:
-    from ..base import BaseEngine
 
 MOST = "model.fused_attention.most_documents"
 

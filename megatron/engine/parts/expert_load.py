@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,9 @@ from megatron.model.expert_tally import LOSSES, ExpertTally
 from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layout.mesh import Mesh
 
+from ..base import BaseEngine
 from ..part import EnginePart, Update
 from ..protocol import ArrivingEntry
-
-if TYPE_CHECKING:
-    from ..base import BaseEngine
 
 
 class ExpertLoad(EnginePart):

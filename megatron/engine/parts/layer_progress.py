@@ -8,17 +8,15 @@ cut. A backward pass reaches a block when the gradient of its output is known.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from megatron.model.block import Block
 from megatron.model.stream import Stream
 
+from ..base import BaseEngine
 from ..part import EnginePart
-
-if TYPE_CHECKING:
-    from ..base import BaseEngine
 
 LONG = 0.01  # seconds of a layer, forward and backward. Reporting takes less than a thousandth of them
 

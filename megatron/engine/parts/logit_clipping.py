@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,8 @@ from megatron.model.logit_clip import LogitClip
 from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layers.parameters import logical_of
 
+from ..base import BaseEngine
 from ..part import EnginePart, Update
-
-if TYPE_CHECKING:
-    from ..base import BaseEngine
 
 
 class LogitClipping(EnginePart):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,9 @@ from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layers.label_costs import Labels, LabelsLoss
 from megatron.parallel.layout.precision import wide_type
 
+from ..base import BaseEngine
 from ..part import EnginePart, Update
 from ..protocol import Arriving
-
-if TYPE_CHECKING:
-    from ..base import BaseEngine
 
 
 class ObjectiveReport(EnginePart):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.model.recurrent_depth import Depth
 
+from ..base import BaseEngine
 from ..part import EnginePart, Update
-
-if TYPE_CHECKING:
-    from ..base import BaseEngine
 
 PASSES, PASSES_BACKWARD = "core_passes", "core_passes_backward"
 

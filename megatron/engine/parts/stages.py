@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from megatron.config.sequences import Stage, as_stage, stage_at, stages_of
 from megatron.config.variants import options_of
 from megatron.model.block import Block
 from megatron.model.rotary import Rotary
 
+from ..base import BaseEngine
 from ..part import EnginePart
-
-if TYPE_CHECKING:
-    from ..base import BaseEngine
 
 
 class BatchStages(EnginePart):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +25,10 @@ from megatron.objectives.named import objective_of
 from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layout.mesh import Mesh
 
+from ..base import BaseEngine
 from ..micro_batches import MicroBatch, inputs_of
 from ..part import EnginePart, Update
 from ..protocol import Arriving
-
-if TYPE_CHECKING:
-    from ..base import BaseEngine
 
 DIVERGENCE = "teacher_divergence"
 
@@ -84,8 +82,17 @@ class Teacher(EnginePart):
     def before_step(self, step: int, micro_batches: int) -> None:
         self._divergence = None
 
+    @torch.no_grad()
     def forward_inputs(self, micro: MicroBatch) -> Mapping[str, Any]:
-        return {"teacher": self.teach(micro)}
+        """The teacher's result for a micro-batch.
+
+        Raises:
+            RuntimeError: its weights were not loaded.
+        """
+        if not self.ready:
+            raise RuntimeError("the teacher has no weights: load them first")
+        stream = self.model.stream(micro.tokens, **inputs_of(micro, self.form))
+        return {"teacher": Taught(self.model.head, self.model.head.read(stream))}
 
     def after_micro_batch(self, ce_BS: Tensor, weights_BS: Tensor, *more: Tensor) -> None:
         own = (more[0] * weights_BS).sum(dtype=torch.float64)
@@ -105,15 +112,3 @@ class Teacher(EnginePart):
             documents=form.documents or own.documents,
             samples=form.samples or own.samples,
         )
-
-    @torch.no_grad()
-    def teach(self, micro: MicroBatch) -> Taught:
-        """The teacher's result for a micro-batch.
-
-        Raises:
-            RuntimeError: its weights were not loaded.
-        """
-        if not self.ready:
-            raise RuntimeError("the teacher has no weights: load them first")
-        stream = self.model.stream(micro.tokens, **inputs_of(micro, self.form))
-        return Taught(self.model.head, self.model.head.read(stream))

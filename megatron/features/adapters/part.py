@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isclose, sqrt
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from megatron.checkpoint.format.fragment import MASTER, WEIGHT
 from megatron.checkpoint.read.logical import sha256
 from megatron.checkpoint.read.reader import ADAPTERS, config_of
 from megatron.config.registry import load
+from megatron.engine.base import BaseEngine
 from megatron.engine.part import EnginePart
 from megatron.model.block import Block
 from megatron.model.stack import ModelPlan
@@ -45,9 +46,6 @@ from megatron.parallel.layout.shard import Growth, LogicalTensor, Role, Shard
 from megatron.training.start.fetch import weights_of
 
 from .options import AdapterSection, adapter_of, is_target
-
-if TYPE_CHECKING:
-    from megatron.engine.base import BaseEngine
 
 LINEARS = (ColumnLinear, RowLinear, WholeLinear, PartialLinear)  # of blocks
 A, B, MAGNITUDE = "adapter.a", "adapter.b", "adapter.magnitude"  # ends of logical names

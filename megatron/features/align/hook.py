@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path as FilePath
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,11 +26,15 @@ from megatron.checkpoint.format.communicator import from_rank_0
 from megatron.checkpoint.format.errors import CheckpointError
 from megatron.config.problems import UserError
 from megatron.config.tree import thaw
+from megatron.data.batch import StepBatch
 from megatron.data.errors import DataError
+from megatron.data.loader import Loader
 from megatron.data.tokenizer import build_tokenizer
 from megatron.decoding.sampling import Sampling
 from megatron.evaluation.shared_contexts import Text
+from megatron.training.exchange import StepReport
 from megatron.training.hook import Hook, HookContext
+from megatron.training.trainer import Trainer
 from megatron.worker.beacon import EVALUATE
 
 from .options import AlignSection
@@ -47,15 +51,8 @@ from .rollouts import (
     write_round,
 )
 from .sampler import Drawn, Rule, Sampler
+from .server import Server
 from .verifier import Item, Verdict, Verifier
-
-if TYPE_CHECKING:
-    from megatron.data.batch import StepBatch
-    from megatron.data.loader import Loader
-    from megatron.training.exchange import StepReport
-    from megatron.training.trainer import Trainer
-
-    from .server import Server
 
 Group = tuple[Prompt, list[Drawn], list[Verdict]]
 # Keys that change neither what is drawn nor what is trained.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -13,12 +12,10 @@ from megatron.engine.protocol import StepResult
 from megatron.features.spikes.attribution import Fingerprint, Replay
 from megatron.features.spikes.options import NAME
 from megatron.training.hook import Hook, HookContext, Look, RunStep
+from megatron.training.trainer import Trainer
 
 from .options import AUDIT_KEYS
 from .part import ADVICE, Suspects
-
-if TYPE_CHECKING:
-    from megatron.training.trainer import Trainer
 
 
 class AuditHook(Hook):

@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.format.fragment import AVERAGE
+from megatron.engine.base import BaseEngine
 from megatron.engine.part import EnginePart
 from megatron.engine.replicas import Piece, PieceHashes, hash_bits
+from megatron.training.hook import StepError
+from megatron.training.trainer import Trainer
 from megatron.worker.job import CORRUPT
-
-if TYPE_CHECKING:
-    from megatron.engine.base import BaseEngine
-    from megatron.training.trainer import Trainer
 
 
 class StateAtRest(EnginePart):
@@ -92,18 +90,10 @@ ADVICE = (
 )
 
 
-class Corruption(RuntimeError):
-    """A rank holds or has computed wrong bits. Raised on all ranks.
-
-    Attributes:
-        step: number of the update after which it was found.
-    """
+class Corruption(StepError):
+    """A rank holds or has computed wrong bits, found after this update. Raised on all ranks."""
 
     status = CORRUPT
-
-    def __init__(self, text: str, step: int) -> None:
-        super().__init__(text)
-        self.step = step
 
 
 @dataclass(frozen=True)

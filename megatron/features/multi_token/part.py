@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.engine.base import BaseEngine
 from megatron.engine.part import EnginePart, Update
 from megatron.engine.protocol import ArrivingEntry
 from megatron.model.multi_token import MultiTokenPrediction
 from megatron.parallel.layers.collectives import all_reduce
-
-if TYPE_CHECKING:
-    from megatron.engine.base import BaseEngine
 
 NAME = "multi_token_losses"
 

@@ -13,7 +13,7 @@ weight, so b counts labels in that way. With equal weights it is their number.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +25,9 @@ from megatron.engine.protocol import StepResult
 from megatron.features.spikes.gate import StepGate
 from megatron.features.spikes.options import NAME
 from megatron.training.hook import Hook, HookContext, Look, RunStep
+from megatron.training.trainer import Trainer
 
 from .options import LOGGING
-
-if TYPE_CHECKING:
-    from megatron.training.trainer import Trainer
 
 SHARE = 8  # the small batch is the first 1/8 of the samples: noise outweighs the gradient there
 

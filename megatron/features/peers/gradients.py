@@ -10,25 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import fsum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.format.fragment import Fragment
 from megatron.config.problems import UserError
+from megatron.engine.base import BaseEngine
 from megatron.engine.optimizers.groups import set_learning_rate
 from megatron.engine.part import EnginePart, Update
+from megatron.engine.state import Owned
 from megatron.parallel.layout.precision import TYPES, type_name
 
 from .messages import digest
 from .outer import tree_sum
 from .rounds import Offered
 from .whole import WholeTensors
-
-if TYPE_CHECKING:
-    from megatron.engine.base import BaseEngine
-    from megatron.engine.state import Owned
 
 GRADIENT = "gradient"
 

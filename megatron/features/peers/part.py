@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.format.fragment import MASTER, TRAINED, Fragment
 from megatron.config.problems import UserError
+from megatron.engine.base import BaseEngine
 from megatron.engine.part import EnginePart
 from megatron.parallel.layers.parameters import logical_of
 from megatron.parallel.layout.shard import LogicalTensor, Role
@@ -23,9 +24,6 @@ from .options import DECOUPLED, SPARSE, interval, peers_of
 from .outer import fragments_of, merged, mixed, outer_step, tree_mean
 from .sparse import Sparse, accumulate, bytes_of, clipped_to_median, compress, decompress, kept, norm_of
 from .whole import WholeTensors
-
-if TYPE_CHECKING:
-    from megatron.engine.base import BaseEngine
 
 THETA, VELOCITY, RESIDUAL = "outer_weights", "outer_velocity", "outer_residual"
 PARTS = ("indices", "codes", "table")

@@ -7,8 +7,6 @@ f (2 + 4 + 4 + 4 + 4 + 4) bytes: for the kept weight, its place, its gradient, i
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
@@ -19,6 +17,7 @@ from megatron.config.features.feature import Feature, Keys, only_where, wanted_f
 from megatron.config.registry import load
 from megatron.config.section import Section, key
 from megatron.config.tree import thaw
+from megatron.installation import run_apart
 
 if TYPE_CHECKING:
     from megatron.config.problems import Problem
@@ -165,10 +164,7 @@ def _broken_rule(config: str, changed: tuple[int, int]) -> str:
     """Of `check.py`, in a process of its own where torch is not imported yet."""
     if "torch" in sys.modules:
         return load("megatron.features.pruning.check:broken_rule")(config)
-    path = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "megatron.features.pruning.check"]
-    done = subprocess.run(command, input=config, capture_output=True, text=True, env=environment, check=False)
+    done = run_apart("megatron.features.pruning.check", config)
     if done.returncode:
         return ""  # no torch here, for instance: ranks check it too
     return json.loads(done.stdout.strip().rsplit("\n", 1)[-1])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,9 @@ from torch._subclasses.fake_tensor import is_fake
 from megatron.checkpoint import CheckpointError, Fragment
 from megatron.checkpoint.format.communicator import all_problems
 from megatron.config.problems import UserError
+from megatron.engine.base import BaseEngine
 from megatron.engine.part import EnginePart
+from megatron.engine.state import Owned
 from megatron.parallel.layers.parameters import logical_of, shard_index
 from megatron.training.start.fetch import weights_of
 
@@ -37,10 +39,6 @@ from .masks import (
     of_start,
 )
 from .options import TENSORS, pruning_of
-
-if TYPE_CHECKING:
-    from megatron.engine.base import BaseEngine
-    from megatron.engine.state import Owned
 
 
 class _Spread(torch.autograd.Function):

@@ -20,23 +20,20 @@ import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.checkpoint.format.communicator import Communicator
 from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.engine.protocol import Spike, StepResult
 from megatron.report.ledger import read_ledger
+from megatron.training.hook import Look, StepError
 from megatron.training.trainer import Trainer
 from megatron.training.world import World
 from megatron.worker.job import CORRUPT, RERUN
 
 from .gate import StepGate
 from .options import spikes_of
-
-if TYPE_CHECKING:
-    from megatron.training.hook import Look
-    from megatron.training.trainer import Trainer
 
 SHOWN = 8  # ranks in a message
 
@@ -120,14 +117,10 @@ TRANSIENT, HOST, DATA, UNCLEAR = "transient", "host", "data", "unclear"
 PLACE = "JOB_PLACE"  # variable of a rank: its host and its slot there
 
 
-class Elsewhere(RuntimeError):
+class Elsewhere(StepError):
     """A value must be computed in another place."""
 
     status = RERUN
-
-    def __init__(self, text: str, step: int) -> None:
-        super().__init__(text)
-        self.step = step
 
 
 class FaultyHost(Elsewhere):

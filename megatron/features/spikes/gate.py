@@ -13,24 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.engine.base import BaseEngine
 from megatron.engine.part import EnginePart, Update
 from megatron.engine.protocol import CLIP, NORM, Spike
 from megatron.engine.replicas import hash_bits
 from megatron.parallel.messages.account import phase
 
 from .options import ADAGC, spikes_of
-from .rule import SpikeRule
-
-if TYPE_CHECKING:
-    from megatron.engine.base import BaseEngine
-
-    from .rule import AdaGC
+from .rule import AdaGC, SpikeRule
 
 Number = Tensor | float
 Meet = Callable[[Number, Number, Number], tuple[float, float]]

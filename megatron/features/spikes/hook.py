@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.checkpoint.levels import Levels
 from megatron.checkpoint.save.store import Store
@@ -15,24 +15,18 @@ from megatron.engine.part import part_of
 from megatron.engine.protocol import CLIP, REPORT, ROLLBACK, SKIP, Spike, StepResult
 from megatron.report.ledger import Ledger, hash_text
 from megatron.training.exchange import Number, StepReport
-from megatron.training.hook import Hook, HookContext, Look, RollBack, RunStep
+from megatron.training.hook import Hook, HookContext, Look, RollBack, RunStep, StepError
 from megatron.training.start.resume import StartPoint
+from megatron.training.trainer import Trainer
 from megatron.training.world import World
 
 from .attribution import Attribution, Replay, text_of
 from .gate import StepGate
 from .options import NAME, meets_early, spikes_of
 
-if TYPE_CHECKING:
-    from megatron.training.trainer import Trainer
 
-
-class CannotRollBack(RuntimeError):
+class CannotRollBack(StepError):
     """A rollback is impossible. The message has the reason and a fix."""
-
-    def __init__(self, text: str, step: int) -> None:
-        super().__init__(text)
-        self.step = step
 
 
 def roll_back(
@@ -94,16 +88,8 @@ _DONE = {
 }
 
 
-class TooManySpikes(RuntimeError):
-    """A policy has acted more often than `spikes.limit` allows.
-
-    Attributes:
-        step: number of the update beyond the limit.
-    """
-
-    def __init__(self, text: str, step: int) -> None:
-        super().__init__(text)
-        self.step = step
+class TooManySpikes(StepError):
+    """A policy has acted more often than `spikes.limit` allows: this update is beyond the limit."""
 
 
 class SpikesHook(Hook):

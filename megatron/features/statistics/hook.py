@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,11 @@ from megatron.kinds.common.attention.entropy import AttentionEntropy
 from megatron.model.block import Block
 from megatron.model.embedding_and_head import Embedding
 from megatron.parallel.layers.parameters import logical_of
+from megatron.training.exchange import StepReport
 from megatron.training.hook import Hook, HookContext
+from megatron.training.trainer import Trainer
 
 from .options import LOGGING
-
-if TYPE_CHECKING:
-    from megatron.training.exchange import StepReport
-    from megatron.training.trainer import Trainer
 
 WEIGHT, GRADIENT, UPDATE = "weight", "gradient", "update"
 KINDS = (WEIGHT, GRADIENT, UPDATE)

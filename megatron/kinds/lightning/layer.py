@@ -72,7 +72,10 @@ class Lightning(nn.Module):
         q, k, v = (each.unflatten(-1, (self.heads, -1)) for each in F.silu(made).chunk(3, dim=-1))
         starts, past = document_begins(stream, state, self.context), state or LightningState()
         # no time steps, and no skip: numbers without memory
-        nothing, rates = q.new_zeros((), dtype=wide_type(q.dtype)), self._rates(q)
+        nothing = q.new_zeros((), dtype=wide_type(q.dtype))
+        heads = torch.arange(1, self.heads + 1, device=q.device, dtype=nothing.dtype)
+        heads = heads + self.heads * self.mesh.tensor.rank
+        rates = heads * (-8.0 * math.log(2.0) / self.options.heads) + math.log(self.factor)  # logarithms
         dt, zeros = nothing.expand(*q.shape[:3]), nothing.expand(self.heads)
         sizes: dict[str, Any] = {"chunk": self.options.chunk, "limits": (1.0, 1.0)}
         before = past.memory
@@ -83,12 +86,6 @@ class Lightning(nn.Module):
         if state is not None:
             state.memory, state.document = self.context.to_first(memory), last_document(self.context, stream)
         return self.output(recomputed(self._gated_norm, y.flatten(2, 3), gate, self.norm))
-
-    def _rates(self, like: Tensor) -> Tensor:
-        """Logarithms of the rates of this rank's heads, fp32."""
-        heads = torch.arange(1, self.heads + 1, device=like.device, dtype=wide_type(like.dtype))
-        heads = heads + self.heads * self.mesh.tensor.rank
-        return heads * (-8.0 * math.log(2.0) / self.options.heads) + math.log(self.factor)
 
     def _gated_norm(self, y_BSd: Tensor, gate_BSd: Tensor, weight_d: Tensor) -> Tensor:
         """RMSNorm over the channels of all heads, which may lie on several ranks, times the gate."""

@@ -89,7 +89,13 @@ class MLA(nn.Module):
         plain = Pattern(options.scale * init.factors.attention(options.nope_dim + options.rope_dim))
         self.pattern = plain.computed_by(model.fused_attention)
         self.entropy = AttentionEntropy()
-        self.logit_clip = None if options.qk_clip is None else self._clip(options.qk_clip, make.device)
+        self.logit_clip = None
+        if options.qk_clip is not None:
+            # Kimi K2's shares (arXiv 2507.20534, section 2.1): all heads share the turned keys, so only queries shrink
+            # their part of a logit.
+            queries = Projection(self.query.weight, ((options.rope_dim, 1.0), (options.nope_dim, 0.5)))
+            keys = Projection(self.key_value.weight, ((options.nope_dim, 0.5), (options.value_dim, 0.0)))
+            self.logit_clip = LogitClip(options.qk_clip, self.heads, [queries, keys], make.device)
         self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
 
     def forward(self, x: Tensor, stream: Stream, cache: Keys | None = None) -> Tensor:
@@ -125,14 +131,6 @@ class MLA(nn.Module):
             angles = stream_angles(self.rotary, self.options.rope_dim, stream, begin, x_BSH, self.context.size)
             q, turned = self.rotary.turn(q, angles), self.rotary.turn(turned, angles)
         return q.transpose(1, 2), latent, turned.transpose(1, 2), inputs, angles
-
-    def _clip(self, threshold: float, device: torch.device | str) -> LogitClip:
-        """Kimi K2's shares (arXiv 2507.20534, section 2.1): all heads share the turned keys, so only queries shrink
-        their part of a logit."""
-        turned, own, values = self.options.rope_dim, self.options.nope_dim, self.options.value_dim
-        queries = Projection(self.query.weight, ((turned, 1.0), (own, 0.5)))
-        keys = Projection(self.key_value.weight, ((own, 0.5), (values, 0.0)))
-        return LogitClip(threshold, self.heads, [queries, keys], device)
 
     def new_state(self) -> KeyValueCache:
         """Cache of the compressed vectors as keys and the turned keys as values, [B, 1, S, R or P]."""

@@ -4,7 +4,6 @@ not. Another process therefore finds them, unless torch is imported here anyway.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.registry import load
+from megatron.installation import run_apart
 
 SECONDS = 600  # for the other process
 
@@ -114,14 +114,9 @@ def _found(text: str, changed: int | None) -> dict[str, Any]:
     """The facts, or the key, the rule and the fix of a problem. Both are found once."""
     if "torch" in sys.modules:
         return load("megatron.kinds.transformers.inspection:inspect")(json.loads(text))
-    command = [sys.executable, "-m", "megatron.kinds.transformers.inspection"]
-    path = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
     said = ""
     try:
-        done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False
-        )
+        done = run_apart("megatron.kinds.transformers.inspection", text, SECONDS)
         said = (done.stderr.strip().splitlines() or [""])[-1]
         return json.loads(done.stdout.strip().rsplit("\n", 1)[-1])
     except (OSError, subprocess.SubprocessError, ValueError) as error:

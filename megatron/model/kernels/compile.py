@@ -147,15 +147,11 @@ def compile_forward(block: Block, config: Config, device: torch.device | str) ->
     halves = _halves(config, block.pattern) if extent == "blocks" else []
     for name in halves:
         _compile_half(block, name, compiled)
-    inside = [module for name in halves for module in _half(block, name).modules()]
+    own = (cast(nn.Module, block.mixer if name == "mixed" else block.ffn) for name in halves)
+    inside = [module for layer in own for module in layer.modules()]
     for module in block.modules():
         for name in () if module in inside else getattr(module, "compiled_parts", ()):
             setattr(module, name, compiled(getattr(module, name), dynamic=None))  # the rows of an expert change
-
-
-def _half(block: Block, name: str) -> nn.Module:
-    """The layer whose branch a method of `_halves` adds."""
-    return cast(nn.Module, block.mixer if name == "mixed" else block.ffn)
 
 
 def _compile_whole(block: Block, compiled: Callable) -> None:

@@ -12,22 +12,14 @@ from megatron.engine.protocol import STOP
 from megatron.report.ledger import hash_text
 
 from ..exchange import StepReport
-from ..hook import Hook, HookContext
+from ..hook import Hook, HookContext, StepError
 from ..trainer import Trainer
 
 SKIPS_IN_A_ROW = 50  # as GPT-NeoX: by then the loss scale has fallen to its floor and nothing will change
 
 
-class NonFinite(RuntimeError):
-    """A loss, a gradient norm or the state is infinite or not a number.
-
-    Attributes:
-        step: number of the update in which it was found.
-    """
-
-    def __init__(self, text: str, step: int) -> None:
-        super().__init__(text)
-        self.step = step
+class NonFinite(StepError):
+    """A loss, a gradient norm or the state is infinite or not a number, found in this update."""
 
 
 class GuardHook(Hook):

@@ -70,7 +70,12 @@ class SmallPeer:
         )
         mesh: Any = SimpleNamespace(rank=0, layout=SimpleNamespace(world_size=1))
         engine: Any = SimpleNamespace(
-            config=self.config, mesh=mesh, device=torch.device("cpu"), state=state, start_at=lambda step: None
+            config=self.config,
+            mesh=mesh,
+            device=torch.device("cpu"),
+            communicator=SOLO,
+            state=state,
+            start_at=lambda step: None,
         )
         self.part.attach(engine)
 
