@@ -39,7 +39,7 @@ from megatron.engine.protocol import Engine, ReadsOn
 from megatron.model.embedding_and_head import Reader
 from megatron.parallel.layout.mesh import Mesh
 
-from .shared_contexts import PAD, Row, SharedContexts, Text, depends_on_batch, reads_on, split, states_at
+from .shared_contexts import PAD, Row, SharedContexts, Text, depends_on_batch, reads_on, scores_at, split, states_at
 
 LENGTHS = 32  # lengths of batches are multiples of this, so that few shapes occur
 
@@ -363,8 +363,7 @@ class Scorer:
         """Scores of (row, text), one text's tokens after another's."""
         rows = [at for at, text in texts for _ in text.targets]
         places = [len(text.inputs) - text.scored + number for _, text in texts for number in range(text.scored)]
-        labels = torch.tensor([token for _, text in texts for token in text.targets], dtype=torch.int64)
-        return lambda head, x_BSH: head.scores(states_at(x_BSH, rows, places), labels.to(x_BSH.device))
+        return scores_at(rows, places, [token for _, text in texts for token in text.targets])
 
     @staticmethod
     def _last_logits(rows: list[Row]) -> Reader:

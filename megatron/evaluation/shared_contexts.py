@@ -18,7 +18,7 @@ from megatron.config import Config
 from megatron.config.arithmetic.recurrence import core_of
 from megatron.config.variants import used_kinds
 from megatron.decoding.states import picked
-from megatron.model.embedding_and_head import Head, Reader
+from megatron.model.embedding_and_head import Reader
 
 from ..engine.protocol import Engine, ReadsOn
 
@@ -55,6 +55,12 @@ class Text:
 def states_at(x_BSH: Tensor, rows: list[int], places: list[int]) -> Tensor:
     """[N, H], the states at these places of these rows."""
     return x_BSH[torch.tensor(rows, dtype=torch.int64), torch.tensor(places, dtype=torch.int64)]
+
+
+def scores_at(rows: list[int], places: list[int], labels: list[int]) -> Reader:
+    """Reads the scores of the labels [N] from the states at these places of these rows."""
+    labels_N = torch.tensor(labels, dtype=torch.int64)
+    return lambda head, x_BSH: head.scores(states_at(x_BSH, rows, places), labels_N.to(x_BSH.device))
 
 
 @dataclass(frozen=True)
@@ -190,17 +196,10 @@ class SharedContexts:
             tokens[row, : len(own)] = torch.tensor(own, dtype=torch.int64)
         self.tokens += tokens.numel()
         labels = [texts[index].targets[number] for _, _, index, number in asked]
-        reader = _scores([row for row, *_ in asked], [place for _, place, *_ in asked], labels)
+        reader = scores_at([row for row, *_ in asked], [place for _, place, *_ in asked], labels)
         logs_N, best_N = self.engine.read_on(tokens.to(self.device), reader, state, begin)
         for (_, _, index, _), label, log, best in zip(asked, labels, logs_N.double().tolist(), best_N.tolist()):
             found.setdefault(index, _Found()).add(log, best == label)
-
-
-def _scores(rows: list[int], places: list[int], labels: list[int]) -> Reader:
-    def read(head: Head, x_BSH: Tensor) -> Any:
-        return head.scores(states_at(x_BSH, rows, places), torch.tensor(labels, dtype=torch.int64, device=x_BSH.device))
-
-    return read
 
 
 def _longer(group: Group) -> list[Row]:

@@ -23,7 +23,7 @@ PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, En
 # State that a step leaves and no later step reads, by the whole path without indices where it is reached.
 WRITTEN_ANEW = {
     r"engine\.(clipping\.norm|losses\.\w+)": "numbers of the step",
-    r".*\.(_gate|parts|self)\.(_prints(\.grad)?|_trial|_size|_prepared|found\.\w+)": "what the gate found of the step",
+    r".*\.(_gate|parts|self)\.(_prints(\.grad)?|_trial|_size|prepared|found\.\w+)": "what the gate found of the step",
     r"engine\.undo\._feedback\.(_next|_keep)": "where the step writes what it leaves out, and whether it does",
     r".*\._global_grad_norm": "the norm of the step",
     r"engine\.deepspeed\.(global_samples|global_steps|micro_steps|skipped_steps)": "counts that name files",

@@ -5,7 +5,6 @@ Each rank computes the mask of each whole matrix, one after the other, and keeps
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -222,17 +221,3 @@ def local_places(matrix: LogicalTensor, mask: np.ndarray, rank: int, ranks: int)
         here = tuple(slice(each.local, each.local + each.length) for each in pieces)
         own[here] = mask[tuple(slice(each.start, each.stop) for each in pieces)]
     return np.flatnonzero(own)
-
-
-class MaskHash:
-    """A hash of the masks of all matrices, in order."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-
-    def add(self, name: str, mask: np.ndarray) -> None:
-        self._hash.update(f"{name} {mask.shape}\n".encode())
-        self._hash.update(np.packbits(mask).tobytes())
-
-    def text(self) -> str:
-        return self._hash.hexdigest()

@@ -7,6 +7,7 @@ of the matrix is cut to the kept places as soon as it exists. In checkpoints the
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -26,18 +27,7 @@ from megatron.engine.state import Owned
 from megatron.parallel.layers.parameters import logical_of, shard_index
 from megatron.training.start.fetch import weights_of
 
-from .masks import (
-    MaskHash,
-    Matrix,
-    Values,
-    linear_layers,
-    local_places,
-    masks_of,
-    matrices_of,
-    of_checkpoint,
-    of_file,
-    of_start,
-)
+from .masks import Matrix, Values, linear_layers, local_places, masks_of, matrices_of, of_checkpoint, of_file, of_start
 from .options import TENSORS, pruning_of
 
 
@@ -119,14 +109,14 @@ class Pruning(EnginePart):
         return found
 
     def _places_by_masks(self, engine: BaseEngine, weights: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        hashes, found, matrices = MaskHash(), dict[str, Tensor](), matrices_of(engine.config)
+        hashes, found, matrices = hashlib.sha256(), dict[str, Tensor](), matrices_of(engine.config)
         if not matrices:
             raise UserError("pruning needs linear layers in blocks, and this model has none: remove pruning")
         for name, mask in masks_of(pruning_of(engine.config), matrices, *self._values(engine, matrices)):
-            hashes.add(name, mask)
+            hashes.update(f"{name} {mask.shape}\n".encode() + np.packbits(mask).tobytes())
             if name in weights:
                 found[name] = _places(weights[name], mask)
-        self.hash = hashes.text()
+        self.hash = hashes.hexdigest()
         return found
 
     def _values(self, engine: BaseEngine, matrices: Mapping[str, Matrix]) -> tuple[list[str], Values]:

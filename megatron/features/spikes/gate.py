@@ -62,6 +62,7 @@ class StepGate(EnginePart):
         begin_to_meet: (this rank's mean loss, its labels) -> a function of the norm that waits for it and for the mean
             loss of the step. A trainer sets it where ranks need not exchange the norm.
         adagc: clips each tensor, if the run asks for it.
+        prepared: whether `prepare` was called for the next step.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ class StepGate(EnginePart):
         self._size = 0.0  # the gradient norm, as all ranks know it
         self._decided = True
         self._factor: float | None = None
-        self._trial = self._next = self._prepared = False
+        self._trial = self._next = self.prepared = False
         self._prints: list[Tensor] | None = None
         self._reduced = False  # whether prints are taken as soon as gradients are reduced
         self._own: OwnGradients | None = None
@@ -115,8 +116,6 @@ class StepGate(EnginePart):
         """Take prints of ZeRO's gradients before they are clipped: one wrong bit changes the norm of all ranks, and
         by it all gradients."""
         if self._options.action == ADAGC:
-            from .rule import AdaGC
-
             limit = self._config.optimizer.gradient_clipping
             self.adagc = AdaGC(self._options.adagc, limit, engine.state, self._mesh, self._device)
         zero = engine.deepspeed.optimizer
@@ -146,7 +145,7 @@ class StepGate(EnginePart):
             own: parameters whose gradients are also hashed as this rank computes them.
             hashes: False keeps none.
         """
-        self._prepared, self._next, self._prints = True, trial, [] if hashes else None
+        self.prepared, self._next, self._prints = True, trial, [] if hashes else None
         self._own = OwnGradients(own, self._device) if own else None
 
     def own_gradients(self) -> int:
@@ -161,10 +160,6 @@ class StepGate(EnginePart):
         return sum((2 * number + 1) * each for number, each in enumerate(prints)) % 2**64
 
     @property
-    def prepared(self) -> bool:
-        return self._prepared
-
-    @property
     def trial(self) -> bool:
         """Whether the current step is computed without its update."""
         return self._trial
@@ -176,7 +171,7 @@ class StepGate(EnginePart):
 
     def before_step(self, step: int, micro_batches: int) -> None:
         self.found, self._decided, self._factor, self._with = None, False, None, None
-        self._trial, self._next, self._prepared = self._next, False, False
+        self._trial, self._next, self.prepared = self._next, False, False
         if self.adagc is not None:
             self.adagc.begin()
 

@@ -357,9 +357,7 @@ def flex_modifiers(
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: BlockMask, sinks_n: Tensor | None) -> Tensor:
-    compute: Callable = (
-        flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-    )  # it is fused in compiled blocks
+    compute: Any = flex_attention if torch.compiler.is_compiling() else _compiled_flex()  # fused in blocks
     _, score = flex_modifiers(pattern, None, q.device)
     options = {"scale": pattern.scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if sinks_n is None:
