@@ -77,8 +77,8 @@ NUMERICAL := $(patsubst %,--ignore-glob='*/test_*%*',$(COUNTING) $(AMX)) $(wildc
 	$(wildcard tests/training/layouts/test_layouts*.py)
 
 # Inductor's code for all instructions gives nan where torch uses fewer, so these runs have a cache of their own.
-# The cases of a test have one bound and one code, and all of them run with all instructions: every fifth is enough here.
-SAMPLE ?= 5
+# The cases of a test have one bound and one code, and all of them run with all instructions: every third is enough here.
+SAMPLE ?= 3
 numerics: dev
 	$(NARROW) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor-narrow $(PYTEST) --sample $(SAMPLE) -m 'not slow and not tour and not hosts' $(NUMERICAL)
 
