@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -189,7 +190,8 @@ class StoreCommunicator:
             texts = self._store.get_all([f"{self._round}/{rank}" for rank in range(self.size)], self._timeout)
             self._store.set(result, answer(texts))
         values = json.loads(self._store.get(result, self._timeout))
-        self._store.delete(own)  # rank 0 has read it. It would delete 10,000 values one after another
+        with suppress(dist.DistError):  # rank 0, whose store this is, may already have ended with the answer's error
+            self._store.delete(own)  # rank 0 has read it. It would delete 10,000 values one after another
         # Every rank has read the previous result: it enters a round only after that.
         if self.rank == 0 and self._round > 1:
             self._store.delete(f"{self._round - 1}/all")

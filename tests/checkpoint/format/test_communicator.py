@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -73,6 +74,17 @@ def test_the_store_carries_every_round_between_threads() -> None:
 def test_a_rank_that_does_not_come_is_noticed() -> None:
     with pytest.raises(dist.DistStoreError):
         StoreCommunicator(dist.HashStore(), 0, 2, "lonely", timeout=0.2).gather(1)
+
+
+def test_an_answer_stays_with_the_rank_after_rank_0_has_ended() -> None:
+    """Where the answer is an error, rank 0 and its store end with it."""
+    store, size = dist.HashStore(), 2
+    first, second = (StoreCommunicator(store, rank, size, "ended") for rank in range(size))
+    ended = mock.Mock(side_effect=dist.DistNetworkError("the connection is closed"))
+    second._store.delete = ended  # type: ignore[method-assign]
+    with ThreadPoolExecutor(size) as pool:
+        assert list(pool.map(lambda each: each.broadcast(each.rank), (first, second))) == [0, 0]
+    ended.assert_called_once_with("1/1")
 
 
 def over_gloo() -> list:
