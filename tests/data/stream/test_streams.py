@@ -322,19 +322,19 @@ def test_another_encoder_takes_over_when_it_is_checked(tmp_path, monkeypatch):
     folder = write_texts(tmp_path / "raw")
     whole = tokenized(folder, tmp_path / "whole")
     shards = [ShardInput.of(shard) for shard in list_shards(str(folder))[0]]
-    choose, encode, used = job_module.choose_encoder, job_module.encoded, []
+    choose, encode, used = job_module.choose_encoder, job_module.in_order, []
 
     def chosen(tokenizer, requested="auto", share=None):
         return replace(choose(tokenizer, "tokenizer"), reason=requested)
 
-    def encoded(chunks, workers, section, choice, *others):
-        for each in encode(chunks, workers, section, choice, *others):
+    def in_order(chunks, workers, make, section, choice, *others):
+        for each in encode(chunks, workers, make, section, choice, *others):
             used.append(choice.reason)
             yield each
 
     monkeypatch.setattr(job_module, "LITTLE", 0)
     monkeypatch.setattr(job_module, "choose_encoder", chosen)
-    monkeypatch.setattr(job_module, "encoded", encoded)
+    monkeypatch.setattr(job_module, "in_order", in_order)
     found = run(work.job_of(settings_of(folder, tmp_path / "part"), shards))
     assert used[0] == "tokenizer" and used[-1] == "auto" == found.choice.reason and len(used) == 5
     assert (tmp_path / "part.bin").read_bytes() == whole.bin_path.read_bytes()
