@@ -237,7 +237,7 @@ class Architecture:
     aliases: dict[str, str] = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
     prefix: str = "model."
-    buffers: tuple[str, ...] = (r".*rotary_emb\..*",)
+    buffers: tuple[str, ...] = (r".*rotary_emb\.(\w*inv_freq|(cos|sin)_cached)",)
     predicts_more: bool = False
     further_block: str = ""
     further_copies: tuple[str, ...] = ()
