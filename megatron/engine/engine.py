@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -13,6 +14,7 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
+from megatron.model.kernels.compile import choose_compilation
 from megatron.model.own_texts import OwnTexts
 from megatron.model.stack import Model, make_model
 from megatron.parallel.layout.mesh import Mesh, limit_groups
@@ -39,6 +41,8 @@ class PlainEngine(BaseEngine):
         mpu = ModelParallelUnit(self.mesh)
         third = self.config.zero.stage == 3
         cut = third and not self.plan.whole
+        if cut and choose_compilation(self.config, self.device)[0] != "off":
+            importlib.import_module("torch._dynamo")  # which fails where DeepSpeed cuts parameters as they are made
         with cut_as_they_are_made(self.config, self.options, mpu) if cut else nullcontext():
             model = make_model(self.plan, on_host=third)
         if third and not cut:
