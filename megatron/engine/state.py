@@ -390,6 +390,8 @@ class EngineState:
             yield self.optimizer.param_groups[zero.sub_group_to_group_id[index]], flat
 
     def _refresh_partitioned(self) -> None:
+        from .deepspeed.step_on_device import order_gathers  # loads DeepSpeed
+
         zero = self.engine.optimizer
         # After an evaluation some parameters are still gathered. They would keep their old values.
         zero.parameter_offload.partition_all_parameters()
@@ -398,6 +400,7 @@ class EngineState:
             parts = zero.unflatten(zero.fp16_partitioned_groups_flat[index], zero.fp16_partitioned_groups[index])
             for partition, values in zip(zero.fp16_partitioned_groups[index], parts):
                 partition.data = values.data
+        order_gathers(zero)
         zero.invalidate_secondary_tensor()  # hpZ's second copy, which DeepSpeed makes again from the new weights
         if zero.persistent_parameters:  # small parameters that are never released: gather their new values
             zero.persistent_parameters[0].partition(zero.persistent_parameters)

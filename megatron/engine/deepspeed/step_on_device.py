@@ -250,16 +250,22 @@ def _gather_stream(optimizer: Any) -> Any:
     return optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
 
 
+def order_gathers(optimizer: Any) -> None:
+    """With `zero.overlap` gathers have a stream of their own. It waits for the weights that are written now: the host
+    does not."""
+    gathers = _gather_stream(optimizer)
+    if gathers is not None:
+        gathers.wait_stream(torch.cuda.current_stream())
+
+
 def _gather_after_updates(optimizer: Any) -> None:
-    """With `zero.overlap` gathers have a stream of their own. It must wait for new weights: the host does not."""
-    gathers, after = _gather_stream(optimizer), optimizer._post_step
+    after = optimizer._post_step
 
     def post_step(*arguments: Any) -> None:
         after(*arguments)
-        gathers.wait_stream(torch.cuda.current_stream())
+        order_gathers(optimizer)
 
-    if gathers is not None:
-        optimizer._post_step = post_step
+    optimizer._post_step = post_step
 
 
 def is_bf16_on_gpu(optimizer: Any) -> bool:

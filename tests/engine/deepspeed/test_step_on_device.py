@@ -154,6 +154,30 @@ def waited(offload: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return [masters.to(gathers.found[0].dtype) for _, (masters, *_) in steps], gathers.found
 
 
+def refreshed() -> tuple[torch.Tensor, torch.Tensor]:
+    """New masters as weights, and the weights when the stream of gathers waits."""
+    values = {
+        "model": {"layers": "(attention/mlp) x1", "hidden_size": 32, "attention": {"heads": 2}, "vocab_size": 61},
+        "training": {"steps": 1, "sequence_length": 8, "micro_batch_size": 1, "global_batch_size": 2},
+        "zero": {"stage": 3},
+        "precision": {"compute": "bf16"},
+    }
+    engine, gathers = build_engine(resolve(values), Mesh.single()), Gathers()
+    masters = engine.deepspeed.optimizer.fp32_partitioned_groups_flat[0]
+    masters.data.add_(1.0)
+    with (
+        patch.object(step_on_device, "_gather_stream", gathers.of),
+        patch.object(torch.cuda, "current_stream", lambda: "the current one"),
+    ):
+        engine.state.refresh()
+    return masters.detach().bfloat16(), gathers.found[-1]
+
+
+def test_gathers_of_another_stream_wait_for_weights_of_a_checkpoint():
+    ((wanted, found),) = on_ranks(1, refreshed)
+    assert torch.equal(wanted, found)
+
+
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_gathers_of_another_stream_wait_for_the_update(offload: str):
     """With `zero.overlap` a GPU gathers on a stream of its own, and the host no longer waits for the update."""
