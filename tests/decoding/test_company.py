@@ -21,6 +21,7 @@ from megatron.parallel.layers.cross_entropy import LossOptions
 from megatron.parallel.layers.label_costs import token_scores
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import relative
+from tests.selection import toured
 
 # Windows and sinks. Latents. Compressed keys with convolutions. Shared blocks and a scan. Attention next to a scan. Two
 # recurrences of matrices. Delta rule. Experts by sigmoid and by softmax. Latents that an indexer chooses. Compressed
@@ -82,7 +83,7 @@ def answers(model: Model, asked: Sequence[Request], **how: Any) -> tuple[list[Dr
     return decoder.run(asked), logits, decoder
 
 
-@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+@pytest.mark.parametrize("name", toured([*NAMES, *OTHERS], "layouts"))
 def test_logits_are_those_of_whole_texts(name: str) -> None:
     """In float64, where whole texts differ by rounding only. Scores of prompts, too."""
     model = model_of(name, DOUBLE)
@@ -141,7 +142,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda value: str(value).removeprefix("torch."))
+@pytest.mark.parametrize(
+    ("name", "dtype"), toured(CASES, "layouts"), ids=lambda value: str(value).removeprefix("torch.")
+)
 def test_company_changes_no_bit(name: str, dtype: torch.dtype) -> None:
     model, asked = model_of(name, dtype), requests()
     single = [answers(model, [each]) for each in asked]

@@ -14,6 +14,7 @@ from megatron.model.costs.describe import totals
 from megatron.model.stack import build_model
 from tests.model.parity import named
 from tests.paths import ROOT
+from tests.selection import toured
 
 CONFIGS = ROOT / "configs"
 # Published numbers of parameters (Pythia: with the padded vocabulary of the released weights).
@@ -411,7 +412,7 @@ def test_layouts(layout: str):
         assert 32 % (config.parallel.tensor * config.parallel.pipeline) == 0
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", toured(TINY))
 def test_tiny_models_learn_in_seconds(name: str):
     """A few thousand parameters, nothing to read. Plain gradient descent on one batch brings the loss down."""
     config = settings(name, inputs=True).config

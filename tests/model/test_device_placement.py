@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.model.pretended_gpu import SOME
+from tests.selection import toured
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(ROOT.glob("configs/test/tiny_*.yml"))
@@ -22,10 +23,12 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
+def found(request) -> dict[str, str]:
+    """Of the models of this run's cases."""
+    wanted = {each.callspec.params["model"] for each in request.session.items if each.path == Path(__file__)}
     program = Path(__file__).with_name("pretended_gpu.py")
     done = subprocess.run(
-        [sys.executable, program, *FILES],
+        [sys.executable, program, *(file for file in FILES if file.stem in wanted)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -41,6 +44,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "trial"), CASES)
+@pytest.mark.parametrize(("model", "trial"), toured(CASES, "layouts"))
 def test_all_on_the_device_and_without_waiting_for_it(model, trial, found):
     assert found[f"{model}-{trial}"] == ""

@@ -29,7 +29,7 @@ from tests.float64 import FP32
 from tests.model.parity import randomise, relative, stored
 from tests.model.test_parity import CASES
 from tests.paths import ROOT
-from tests.selection import covering
+from tests.selection import covering, toured
 
 V, S = 61, 24
 MODELS = {
@@ -280,7 +280,7 @@ def checkpoint_of(folder, change: dict, *, bf16: bool = False, tokenizer: dict |
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), covering(MODELS, ["tensor=1", "tensor=2,pipeline=2", "tensor=2,data=3,zero=3"])
+    ("name", "layout"), toured(covering(MODELS, ["tensor=1", "tensor=2,pipeline=2", "tensor=2,data=3,zero=3"]))
 )
 def test_any_layout_opens_in_transformers(name: str, layout: str, tmp_path):
     source, model = checkpoint_of(tmp_path, MODELS[name])
@@ -296,7 +296,7 @@ def test_any_layout_opens_in_transformers(name: str, layout: str, tmp_path):
     assert proof.holds and proof.same_choice
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", toured(MODELS))
 def test_round_trip_is_bitwise(name: str, tmp_path):
     source, model = checkpoint_of(tmp_path, MODELS[name])
     export(source, tmp_path / "out")
@@ -351,7 +351,7 @@ def test_tokenizer_card_and_greedy_text(tmp_path):
     assert ours == wanted
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", toured(CASES))
 def test_published_forms_are_imported(case: str, tmp_path):
     """A folder as transformers writes it, into a checkpoint whose model gives the same logits."""
     theirs = hf.AutoModelForCausalLM.from_config(CASES[case]).eval()

@@ -36,6 +36,7 @@ from megatron.worker.place import StartError
 from tests.kinds.transformers.steps import by_engine, by_torch, differences, values_of
 from tests.kinds.transformers.tiny import tiny
 from tests.paths import ROOT
+from tests.selection import toured
 from tests.training.runs import build
 
 SLICED = ("qwen3", "gpt2", "gpt_oss", "gemma2", "cohere", "bart", "qwen3_next")  # with a plan, or by common names
@@ -44,7 +45,7 @@ SAMPLE = ("qwen3", "gpt2", "mamba", "gpt_oss", "gemma2", "cohere", "bart", "qwen
 BOUND = 1e-5  # four steps in fp32, whose sums are in other orders
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", toured(SAMPLE, "layouts"))
 def test_four_steps_are_those_of_a_plain_loop(name):
     """On one rank, with ZeRO 3 on two, in two pipeline stages, and in slices of two."""
     options = tiny(name)
@@ -270,7 +271,7 @@ def test_a_cap_is_found_where_initial_logits_are_tiny():
     assert model.head.options.softcap == 30
 
 
-@pytest.mark.parametrize("name", (*SAMPLE, "marian", "rwkv", "xlnet"))
+@pytest.mark.parametrize("name", toured((*SAMPLE, "marian", "rwkv", "xlnet"), "layouts"))
 def test_text_is_that_of_transformers(name):
     """Its last pass reads one token, but in a class that cannot continue a text."""
     hybrid = {"layer_types": ["linear_attention", "full_attention"]} if name == "qwen3_next" else {}

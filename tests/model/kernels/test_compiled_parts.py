@@ -9,6 +9,7 @@ from megatron.config import resolve
 from megatron.config.variants import overlay
 from megatron.model.stack import build_model
 from megatron.testing.layouts import check_layouts, on_this_rank
+from tests.selection import toured
 
 COMPILED = torch.compile
 MODELS = {
@@ -88,7 +89,7 @@ def traced() -> tuple[int, dict]:
     return found
 
 
-@pytest.mark.parametrize(("name", "layout"), cases(LAYOUTS))
+@pytest.mark.parametrize(("name", "layout"), toured(cases(LAYOUTS), "layouts"))
 def test_between_collectives_and_hooks(name: str, layout: str):
     check_layouts(settings(MODELS[name]), [LAYOUTS[layout] | {"training": {"compile": "layer"}}], step=_traced_step)
 
@@ -104,7 +105,7 @@ def _traced_step(values: dict, ranks: int) -> tuple[float, list[tuple]]:
     return answer
 
 
-@pytest.mark.parametrize(("name", "cut"), cases(CUTS))
+@pytest.mark.parametrize(("name", "cut"), toured(cases(CUTS), "layouts"))
 def test_between_chunks_draws_and_what_is_recomputed(name: str, cut: str):
     values = overlay(settings(MODELS[name]), CUTS[cut])
     loss, wanted = gradients(values)
