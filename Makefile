@@ -12,7 +12,7 @@ help:
 	@echo 'make tour         whole runs: README, quick starts, notebook, site and benchmarks as a reader runs them, and kills and hangs'
 	@echo 'make hosts        every way to start ranks on several hosts, for real: namespaces with their own sshd and Slurm (needs root)'
 	@echo 'make test-slow    more than make test has: the rest of the matrix of layouts, kill loops, more runners (an hour)'
-	@echo 'make test-fast    one case of every test that takes under a second: what to run while you work (3 minutes)'
+	@echo 'make test-fast    one case of every test that takes well under a second: what to run while you work (2 minutes)'
 	@echo 'make numerics     the tests of numbers again, as a processor with fewer instructions computes them'
 	@echo 'make gpu-host     kernels, waits, copies and messages of steps on a GPU that computes nothing (torch with CUDA, no GPU)'
 	@echo 'make torch TORCH=2.14.1   the quick start and a part of the layouts, with another version of torch'

@@ -25,8 +25,8 @@ import pytest
 
 DURATIONS = Path(__file__).with_name("durations.json")
 UNKNOWN = 20.0  # seconds that a file without a measurement is taken to need
-LONG = 1.0  # CPU seconds from which a test function is listed, and is not part of a fast run
-WAITS = 5.0  # seconds by the clock from which it is, though it computes little
+LONG = 0.7  # CPU seconds from which a test function is listed, and is not part of a fast run
+WAITS = 1.0  # seconds by the clock from which it is, though it computes little
 
 
 def read() -> dict[str, dict[str, float]]:
@@ -79,7 +79,7 @@ def toured(cases: Iterable[Any], mark: str = "tour") -> list[Any]:
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection")
-    group.addoption("--fast", action="store_true", help="only the first case of every test that takes under a second")
+    group.addoption("--fast", action="store_true", help="only the first case of every test that takes well under a second")
     group.addoption("--sample", type=int, default=1, metavar="N", help="only every Nth case of every test")
     group.addoption(
         "--store-durations", action="store_true", help="measure the files of this run for tests/durations.json"

@@ -416,7 +416,7 @@ def test_numbers_that_are_not_finite_are_an_error():
             served.model.embedding.tokens.weight[7] = float("nan")
         status, found = served.ask("/v1/completions", {"prompt": [7, 8]})
         assert status == 500 and "no finite numbers" in found["error"]["message"]
-        assert served.complete(prompt=[8], max_tokens=2)
+        assert served.complete(prompt=[8], max_tokens=2, temperature=0)  # a drawn token may be 7, which is then read
 
 
 def test_keys_connections_and_time():
