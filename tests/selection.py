@@ -79,7 +79,7 @@ def toured(cases: Iterable[Any], mark: str = "tour") -> list[Any]:
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection")
-    group.addoption("--fast", action="store_true", help="only the first case of every test that takes well under a second")
+    group.addoption("--fast", action="store_true", help="only the first case of tests well under a second")
     group.addoption("--sample", type=int, default=1, metavar="N", help="only every Nth case of every test")
     group.addoption(
         "--store-durations", action="store_true", help="measure the files of this run for tests/durations.json"
