@@ -233,10 +233,10 @@ def save(world: int, zero: int = 1) -> dict[str, float]:
     given = list(tables(world, zero, records))
     with tempfile.TemporaryDirectory() as folder:
         seconds, memory = costs(lambda: write_merged(Path(folder), iter(given), records, whole=True))
-    told = json.dumps([[asdict(records[0])], None, False])
+    text = json.dumps([[asdict(records[0])], None, False])
     return {
-        "save: KiB gathered by rank 0": world * len(told) / 1024,
-        "save: ms to gather them": gathered(world, told) * 1e3,
+        "save: KiB gathered by rank 0": world * len(text) / 1024,
+        "save: ms to gather them": gathered(world, text) * 1e3,
         "save: ms of rank 0": seconds * 1e3,
         "save: KiB held by rank 0": memory,
     }

@@ -169,8 +169,8 @@ class SuiteFile:
 
     def find(self, word: str) -> str | None:
         """A file next to this one, or a file of the command line's search."""
-        beside = self.path.parent / word
-        return str(beside) if beside.is_file() else configuration_file(word)
+        near = self.path.parent / word
+        return str(near) if near.is_file() else configuration_file(word)
 
 
 class _Reader(SuiteFile):

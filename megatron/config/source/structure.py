@@ -184,8 +184,8 @@ def nearest_key(path: Path) -> str:
         return f"did you mean {ELSEWHERE[name.lower()]}?"
     same = _by_name(current_schema()).get(name, [])
     same = [each for each in same if "*" not in each] or same  # rather a key than an entry of some list
-    beside = difflib.get_close_matches(name.lower(), siblings(path), n=1, cutoff=0.8 if same else 0.6)
-    ways = [dotted((*path[:-1], each)) for each in beside] + same[:3]
+    alike = difflib.get_close_matches(name.lower(), siblings(path), n=1, cutoff=0.8 if same else 0.6)
+    ways = [dotted((*path[:-1], each)) for each in alike] + same[:3]
     if not ways:  # a key anywhere whose last part, or whose last two parts joined by '_', looks like it
         known = _by_name(current_schema())
         ways = [known[each][0] for each in difflib.get_close_matches(name, known, n=1, cutoff=0.75)]

@@ -233,8 +233,8 @@ class AdaGC:
         norms = self.norms.clone()
         if self._world > 1:
             dist.all_reduce(norms, op=dist.ReduceOp.MIN)
-        told = {name: value for name, value in zip(self._names, norms.tolist(), strict=True) if value != torch.inf}
-        return {"updates": self.updates, "norms": told}
+        finite = {name: value for name, value in zip(self._names, norms.tolist(), strict=True) if value != torch.inf}
+        return {"updates": self.updates, "norms": finite}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`. An empty one resets the rule."""

@@ -62,22 +62,22 @@ class Sight:
     def tell(self, pid: int, alive: bool, limits: dict[str, float]) -> dict[str, Any]:
         """Everything about the rank, for the launcher. Times are seconds before now, since clocks differ."""
         now, place = time.monotonic(), self.place()
-        told: dict[str, Any] = {"rank": self.rank, "pid": pid, "state": state(pid) if alive else "ended"}
+        known: dict[str, Any] = {"rank": self.rank, "pid": pid, "state": state(pid) if alive else "ended"}
         if place is None:
             age, most = now - self.born, limits.get("start", float("inf"))
-            return {**told, "phase": "", "age": age, "limit": most, "calls": []}
+            return {**known, "phase": "", "age": age, "limit": most, "calls": []}
         values = asdict(place)
         for call in values["calls"]:
             call["age"] = now - call.pop("at")
         sent = {name: values[name] for name in ("step", "done", "phase", "part", "parts", "detail", "layer", "calls")}
-        return {**told, **sent, "age": now - place.since, "limit": limit(place, limits)}
+        return {**known, **sent, "age": now - place.since, "limit": limit(place, limits)}
 
     def last(self, pid: int) -> dict[str, Any]:
         """As `tell`, of a rank that has ended: only its last call, as if it were still inside of it. A rank that fails
         within a call has left it."""
-        told = self.tell(pid, alive=False, limits={})
-        latest = min(told["calls"], key=lambda call: call["age"], default=None)
-        return {**told, "calls": [{**latest, "inside": True}] if latest else []}
+        known = self.tell(pid, alive=False, limits={})
+        latest = min(known["calls"], key=lambda call: call["age"], default=None)
+        return {**known, "calls": [{**latest, "inside": True}] if latest else []}
 
     def ask(self, pid: int, *, everything: bool) -> bool:
         """Have the rank write its stack. False where its handler is not known to be set (the signal would end it)."""

@@ -116,17 +116,17 @@ class Diagnosis:
     late: bool  # whether one of them is over its limit, so that the run hangs
 
 
-def rank_of(told: dict[str, Any], host: str) -> Rank:
+def rank_of(known: dict[str, Any], host: str) -> Rank:
     """A rank's sight from an agent's message. Invalid values are dropped."""
-    calls = [each for each in told.get("calls", []) if isinstance(each, dict)]
+    calls = [each for each in known.get("calls", []) if isinstance(each, dict)]
     waiting = None
     for each in calls:
         if each.get("inside"):
             peer = int(each["peer"])
-            members = ranks_of(each["members"]) if peer < 0 else [told["rank"], peer]
+            members = ranks_of(each["members"]) if peer < 0 else [known["rank"], peer]
             waiting = {"new": False, **each, "group": each["name"], "members": members}
     counts = {each["key"]: each["number"] for each in calls}
-    return _form().validate_python({**told, "host": host, "waiting": waiting, "calls": counts})
+    return _form().validate_python({**known, "host": host, "waiting": waiting, "calls": counts})
 
 
 def diagnose(ranks: Sequence[Rank]) -> Diagnosis:

@@ -193,8 +193,8 @@ def event_table(run: RunHistory) -> PageTable:
     for event in events:
         time = str(event.get("time", ""))[:19].replace("T", " ")
         facts = {key: value for key, value in event.items() if key not in ("event", "time", "step")}
-        told = "; ".join(f"{key}: {_plain(value)}" for key, value in facts.items() if value is not None)
-        rows.append([time, str(event.get("event", "")), str(event.get("step", "")), told])
+        shown = "; ".join(f"{key}: {_plain(value)}" for key, value in facts.items() if value is not None)
+        rows.append([time, str(event.get("event", "")), str(event.get("step", "")), shown])
     return PageTable(title, ["time (UTC)", "event", "step", "what it says"], rows, folded=len(rows) > 20)
 
 

@@ -68,8 +68,8 @@ def fork(trunk: Path, at: int, steps: int, folder: Path, changes: Mapping[str, A
     (making / FILE).write_text(head + text, encoding="utf-8")
     common = {"checkpoint": str(checkpoint), "decay_steps": steps}
     skipped = left_out(trunk / "ledger.jsonl", meta.ledger.get("bytes", 0), at)  # also since the checkpoint was saved
-    told = {} if skipped is None else {"left_out": skipped}
-    Ledger(making / "ledger.jsonl").write("forked", step=at, trunk=str(trunk), **common, **told)
+    more = {} if skipped is None else {"left_out": skipped}
+    Ledger(making / "ledger.jsonl").write("forked", step=at, trunk=str(trunk), **common, **more)
     move(making, folder)
     Ledger(trunk / "ledger.jsonl").write("fork", step=at, branch=str(folder), **common)
     return folder / FILE

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load
 
-from megatron.features.peers.decoupled import DecoupledRounds, Watch
+from megatron.features.peers.decoupled_rounds import DecoupledRounds, Watch
 from megatron.features.peers.line import JUMPS
 from megatron.features.peers.outer import merged, norm_of
 from tests.features.peers.companies import secret

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megatron.config.problems import UserError
-from megatron.features.peers.decoupled import DecoupledHook, DecoupledRounds
+from megatron.features.peers.decoupled import DecoupledHook
+from megatron.features.peers.decoupled_rounds import DecoupledRounds
 from megatron.features.peers.folder import SharedFolder
 from megatron.features.peers.line import JUMPS
 from megatron.features.peers.part import OuterState
