@@ -27,9 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.checkpoint import Checkpoint, CheckpointError, Communicator, Fragment, FragmentSpec
+from megatron.checkpoint.format.communicator import all_problems
 from megatron.checkpoint.format.fragment import MASTER, WEIGHT
 from megatron.checkpoint.read.logical import sha256
 from megatron.checkpoint.read.reader import ADAPTERS, config_of
+from megatron.config.problems import UserError
 from megatron.config.registry import load
 from megatron.engine.base import BaseEngine
 from megatron.engine.part import EnginePart
@@ -304,9 +306,11 @@ class Adapters(EnginePart):
     base: str | None = None  # hash of the weights under the adapters. None until they were read.
 
     def module_made(self, engine: BaseEngine, module: nn.Module) -> None:
-        if not adapt(module, engine.plan):
-            raise ValueError(
-                "adapter.targets must name a linear layer of each pipeline stage, and this rank's stage has none"
+        lacks = [] if adapt(module, engine.plan) else [f"rank {engine.mesh.pipeline.rank} of the pipeline"]
+        if found := all_problems(engine.communicator, lacks):
+            raise UserError(
+                f"adapter.targets must name a linear layer of each rank of a pipeline, and {' and '.join(found)} has "
+                "none: name more layers, or change parallel.pipeline or parallel.pipeline_split"
             )
 
     def attach(self, engine: BaseEngine) -> None:

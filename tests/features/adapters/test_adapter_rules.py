@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.config import ConfigError, load, resolve
+from megatron.config.problems import UserError
 from megatron.features.adapters.options import is_target, linear_names
 from megatron.features.adapters.part import LINEARS, adapt
 from megatron.model.costs.traffic import NotPredicted
@@ -19,6 +20,8 @@ from megatron.plan.memory import rank_memory
 from megatron.plan.messages.predict import predict
 from megatron.plan.shapes import Shapes
 from tests.paths import ROOT
+from tests.training import runs
+from tests.workers import run as on_ranks
 
 PLAIN = {
     "model": {"layers": "(attention/mlp) x2", "hidden_size": 16, "vocab_size": 64, "attention": {"heads": 2}},
@@ -46,6 +49,18 @@ def test_bad_input_is_refused_before_the_start(changes: dict[str, Any], key: str
     with pytest.raises(ConfigError) as caught:
         resolve(values, ranks=2)
     assert key in str(caught.value) and rule in str(caught.value)
+
+
+def without_targets() -> str:
+    """The error of a rank, whose launcher starts a run again after other errors."""
+    values = {**PLAIN, "adapter": {"type": "lora", "targets": ["layers.0.*"]}, "parallel": {"pipeline": 2}}
+    with pytest.raises(UserError) as caught:
+        runs.start({**values, "checkpoint": {"initialize_from": "base"}}, 2)
+    return str(caught.value)
+
+
+def test_all_ranks_stop_where_a_stage_has_no_target() -> None:
+    assert all("rank 1 of the pipeline has none" in each for each in on_ranks(2, without_targets))
 
 
 @pytest.mark.parametrize(
