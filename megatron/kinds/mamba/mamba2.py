@@ -75,7 +75,7 @@ class Mamba2(nn.Module):
     over columns. To cut the heads over columns would send as much, and the grid would have to divide them.
     """
 
-    compiled_parts: tuple[str, ...] = ("_gated", "rows", "scanned")
+    compiled_parts: tuple[str, ...] = ("_gated", "prepared", "scanned")
     # See `finished` in engine/deepspeed/buckets.py.
     uses = ("zx", "bc", "dt", "x_conv.bias", "x_conv.weight", "bc_conv.bias", "bc_conv.weight", "A_log", "dt_bias", "D",
             "norm", "output")  # fmt: skip
@@ -87,7 +87,7 @@ class Mamba2(nn.Module):
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
         self.mesh, self.context, self.options, self.epsilon = mesh, make.context, options, model.norm.epsilon
         self.kernels = choose_kernels(model.kernels, MAMBA2, make.device)[0]
-        self.rows, self.scanned = gated_rows, gated_output
+        self.prepared, self.scanned = gated_rows, gated_output
         inner = inner_channels(options, H)
         heads, read = inner // options.head_dim, options.groups * options.state_size
         self.heads, self.channels = heads // ranks, inner // heads * (heads // ranks)
@@ -135,7 +135,7 @@ class Mamba2(nn.Module):
         sizes: dict[str, Any] = {"chunk": options.chunk, "limits": limits}
         before = past.memory
         if able == "fla":
-            sizes["parts"] = self.rows, self.scanned
+            sizes["parts"] = self.prepared, self.scanned
         if self.context.size > 1:
             of = functools.partial(ends, **sizes)
             made, left = recomputed(of, v, dt, self.dt_bias, self.A_log, B, starts)
