@@ -29,7 +29,7 @@ if __name__ == "__main__":
 from megatron.command.given_options import refuse_unread  # noqa: E402
 from megatron.config import ConfigError  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
-from megatron.config.problems import UserError  # noqa: E402
+from megatron.config.problems import UserError, aligned  # noqa: E402
 from megatron.suite.members import Suite, read_suite  # noqa: E402
 from megatron.suite.stages import Chain, read_chain  # noqa: E402
 
@@ -47,10 +47,32 @@ CURVES = 40  # runs whose curves a page can show
 
 
 def plan(suite: Suite, options: argparse.Namespace) -> int:
-    from megatron.suite.tables import plan_document, plan_lines
+    from megatron.report.console import short_number
+    from megatron.suite.tables import plan_document
 
     document = plan_document(suite, suite.resolved(), _states(suite))
-    print(json.dumps(document, indent=2) if options.json else "\n".join(plan_lines(document)))
+    if options.json:
+        print(json.dumps(document, indent=2))
+        return 0
+    rows = [["member", "parameters", "steps", "tokens", "FLOPs", "data", "state"]]
+    for name, member in document["members"].items():
+        rows.append([
+            name,
+            short_number(member["parameters"]),
+            f"{member['steps']:,}",
+            short_number(member["tokens"]),
+            f"{member['flops']:.2e}",
+            member["data"],
+            member["state"] + (f", step {member['step']:,}" if member["step"] else ""),
+        ])
+    members = document["members"].values()
+    tokens, flops = sum(each["tokens"] for each in members), sum(each["flops"] for each in members)
+    groups = len({each["data"] for each in members})
+    closing = (
+        f"{len(members)} runs, {short_number(tokens)} tokens, {flops:.2e} FLOPs. Runs with the same name under data "
+        f"read the same batches ({groups} of them)"
+    )
+    print("\n".join([*aligned(rows), "", closing]))
     return 0
 
 

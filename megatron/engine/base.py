@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ from megatron.config.arithmetic.wire import bucket_elements, scatters_gradients
 from megatron.data.batch import StepBatch
 from megatron.model.block import hands_on_states
 from megatron.model.stack import ModelPlan
+from megatron.parallel.layers.linear import VocabEmbedding
 from megatron.parallel.layers.parameters import buffers_of, logical_of
 from megatron.parallel.layout.mesh import Mesh, stage_axis
-from megatron.parallel.layout.precision import COMPUTE_TYPES, to_device
+from megatron.parallel.layout.precision import COMPUTE_TYPES, to_device, use_large_pages
 from megatron.parallel.messages.account import phase
 from megatron.worker.beacon import Beacon
 
@@ -87,6 +88,7 @@ class BaseEngine:
         self.losses = LossAccumulator.zero(device)
         self._foreseen: dict[int, tuple[StepBatch, Arriving]] = {}  # by step
         self._left = False  # whether a step has begun that did not end
+        self._in_large_pages = False
         self.use_parts(build_parts(self, {TEACHER: teacher}))
         self._assemble()
 
@@ -129,6 +131,8 @@ class BaseEngine:
         self.state = EngineState(self.deepspeed, self.optimizer, parameters, self.mesh, stage, *rest)
         self.call_parts("attach", self)
         self.undo = Undo(self.state, self.parts)
+        if self.device.type == "cpu":  # the first update makes the last tensors that stay
+            self.optimizer.register_step_post_hook(lambda *_: self._keep_in_large_pages(parameters))
         if isinstance(self.optimizer, MatrixOptimizer):  # last: it finds each matrix in the state
             held = self.state.held(lambda group: group["matrix"])
             self.optimizer.attach(held, stage_axis(self.mesh), self.device)
@@ -147,7 +151,10 @@ class BaseEngine:
             # Of gradients whose sums nothing changes after the backward pass: no other rank or stage adds to them.
             if kernels is not None and max(mesh.replicas.size, mesh.expert_data.size, mesh.pipeline.size) == 1:
                 squares = SumsWithSquares(self.deepspeed.optimizer.fp32_groups_gradients, kernels)
-            begin_sums_with_copies(self.deepspeed.optimizer, squares)
+            takes_rows, model = begin_sums_with_copies(self.deepspeed.optimizer, squares), self.config.model
+            if takes_rows and self.device.type == "cpu" and not (model.embedding.tied or model.further_blocks):
+                for table in (each for each in self.deepspeed.module.modules() if isinstance(each, VocabEmbedding)):
+                    table.sparse = True  # its weight is used once
         if kernels is not None:
             write_weights_with_adamw(self.deepspeed.optimizer, self.optimizer, kernels)
         decide_on_device(self.deepspeed.optimizer, self.optimizer)
@@ -171,6 +178,14 @@ class BaseEngine:
 
     def _before_update(self) -> None:
         self.call_parts("before_update")
+
+    def _keep_in_large_pages(self, parameters: Sequence[Tensor]) -> None:
+        if not self._in_large_pages:
+            self._in_large_pages = True
+            flats = [each for group in self.optimizer.param_groups for each in group["params"]]
+            states = [state for each in flats for state in self.optimizer.state.get(each, {}).values()]
+            kept = (*parameters, *flats, *(each.grad for each in flats), *states)
+            use_large_pages((each for each in kept if isinstance(each, Tensor)), heap=True)
 
     def start_at(self, step: int) -> None:
         """The next update is number `step`: the run begins there, or evaluates its weights of that time."""

@@ -9,7 +9,6 @@ from typing import Any
 from megatron.config.arithmetic.batches import batches_of
 from megatron.config.problems import UserError, aligned, counted
 from megatron.config.resolution import Resolved
-from megatron.report.console import short_number
 
 from .members import Agreement, State, Suite, agreement, data_group
 
@@ -58,29 +57,6 @@ def plan_document(suite: Suite, resolved: Mapping[str, Resolved], states: Mappin
             "command": ["./deepy.py", *ranks, "train.py", *member.words],
         }
     return {"suite": suite.name, "folder": str(suite.folder), "axes": dict(suite.axes), "members": members}
-
-
-def plan_lines(document: Mapping[str, Any]) -> list[str]:
-    """The plan as a table, with totals."""
-    rows = [["member", "parameters", "steps", "tokens", "FLOPs", "data", "state"]]
-    for name, member in document["members"].items():
-        rows.append([
-            name,
-            short_number(member["parameters"]),
-            f"{member['steps']:,}",
-            short_number(member["tokens"]),
-            f"{member['flops']:.2e}",
-            member["data"],
-            member["state"] + (f", step {member['step']:,}" if member["step"] else ""),
-        ])
-    members = document["members"].values()
-    tokens, flops = sum(each["tokens"] for each in members), sum(each["flops"] for each in members)
-    groups = len({each["data"] for each in members})
-    closing = (
-        f"{len(members)} runs, {short_number(tokens)} tokens, {flops:.2e} FLOPs. Runs with the same name under data "
-        f"read the same batches ({groups} of them)"
-    )
-    return [*aligned(rows), "", closing]
 
 
 def state_word(state: State, end: int) -> str:

@@ -162,6 +162,12 @@ def test_rows_at_a_time_change_no_bit(monkeypatch, options: dict, dtype: torch.d
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
 
 
+@pytest.mark.parametrize("columns", [1, 7, V])
+def test_some_columns_of_logits_at_a_time_in_bf16(monkeypatch, columns: int):
+    monkeypatch.setattr(cross_entropy, "COLUMNS", columns)
+    test_in_bf16_the_loss_is_fp32()
+
+
 @pytest.mark.parametrize("chunk", [5, 1024])
 def test_rows_at_a_time_with_a_bias(monkeypatch, chunk: int):
     monkeypatch.setattr(cross_entropy, "ROW_BYTES", 4 * V * 2)

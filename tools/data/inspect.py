@@ -36,7 +36,7 @@ def options() -> argparse.ArgumentParser:
 
 def main(given: argparse.Namespace) -> dict:
     from megatron.config.file_access import keep_inputs
-    from megatron.data.corpus.files import add_checksums, draw_lengths, examine_file, pair_files
+    from megatron.data.corpus.files import add_checksums, examine_file, pair_files
     from megatron.data.tokenizer import build_tokenizer
 
     if given.add_checksums:
@@ -49,6 +49,26 @@ def main(given: argparse.Namespace) -> dict:
     if given.picture:
         draw_lengths(found, given.picture)
     return found
+
+
+def draw_lengths(found: dict, path: str) -> None:
+    """Draw the histogram of `examine_file`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.bar(
+        [f"{each['to']:,}" for each in found["histogram"]],
+        [each["documents"] for each in found["histogram"]],
+        color="#4c72b0",
+    )
+    axes.set_xlabel("tokens per document, up to")
+    axes.set_ylabel("documents")
+    axes.set_title(f"{found['file']}: {found['documents']:,} documents, {found['tokens']:,} tokens")
+    axes.tick_params(axis="x", rotation=60)
+    figure.savefig(path, dpi=120)
 
 
 def show(result: dict) -> None:

@@ -316,23 +316,3 @@ def _samples(file: TokenFile, tokenizer: Tokenizer | None, count: int) -> list[d
         text = tokenizer.decode(ids)[:SHOWN] if tokenizer else None
         found.append({"document": document, "tokens": int(file.sizes[document]), "ids": ids[:32], "text": text})
     return found
-
-
-def draw_lengths(found: dict[str, Any], path: str | os.PathLike) -> None:
-    """Draw the histogram of `examine_file`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.bar(
-        [f"{each['to']:,}" for each in found["histogram"]],
-        [each["documents"] for each in found["histogram"]],
-        color="#4c72b0",
-    )
-    axes.set_xlabel("tokens per document, up to")
-    axes.set_ylabel("documents")
-    axes.set_title(f"{found['file']}: {found['documents']:,} documents, {found['tokens']:,} tokens")
-    axes.tick_params(axis="x", rotation=60)
-    figure.savefig(path, dpi=120)

@@ -130,7 +130,7 @@ def reduce_nothing(engine: Any, stage: int) -> None:
         engine.enable_backward_allreduce = engine.pipeline_enable_backward_allreduce = False
 
 
-def begin_sums_with_copies(optimizer: Any, squares: SumsWithSquares | None = None) -> None:
+def begin_sums_with_copies(optimizer: Any, squares: SumsWithSquares | None = None) -> bool:
     """Add gradients in 16 bits directly to their fp32 sums: the first of a step is copied, later ones are added.
 
     DeepSpeed's bf16 optimizer makes an fp32 copy of each gradient, adds that, and fills the sums with zeros twice after
@@ -139,11 +139,14 @@ def begin_sums_with_copies(optimizer: Any, squares: SumsWithSquares | None = Non
 
     Args:
         squares: adds, and takes the norm from the same pass.
+
+    Returns:
+        Whether gradients may be sparse, with rows for a table.
     """
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
     if not isinstance(optimizer, BF16_Optimizer):
-        return
+        return False
     step, to_reduce, to_norm = optimizer.step, optimizer.get_grads_for_reduction, optimizer.get_grads_for_norm
     filled = False
 
@@ -155,8 +158,13 @@ def begin_sums_with_copies(optimizer: Any, squares: SumsWithSquares | None = Non
             if squares is not None:
                 squares.add(total, parameter.grad, first=not seen[index])
             else:
-                place = total.view(parameter.grad.shape)
-                place.add_(parameter.grad) if seen[index] else place.copy_(parameter.grad)
+                place, gradient = total.view(parameter.grad.shape), parameter.grad
+                if gradient.is_sparse:  # one row per token, which are added up in 16 bits, as in a dense gradient
+                    rows, which = gradient._indices()[0].unique(return_inverse=True)
+                    sums = torch.ops.aten.embedding_dense_backward(gradient._values(), which, len(rows), -1, False)
+                    (place if seen[index] else place.zero_()).index_add_(0, rows, sums.to(place.dtype))
+                else:
+                    place.add_(gradient) if seen[index] else place.copy_(gradient)
             if clear_lp_grads:
                 parameter.grad.zero_()
         parameter._hp_grad, seen[index] = total, True
@@ -200,3 +208,4 @@ def begin_sums_with_copies(optimizer: Any, squares: SumsWithSquares | None = Non
 
     optimizer._update_hp_grad, optimizer.clear_hp_grads, optimizer.step = add, forget, update
     optimizer.get_grads_for_reduction, optimizer.get_grads_for_norm = grads_for_reduction, grads_for_norm
+    return squares is None

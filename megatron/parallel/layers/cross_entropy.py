@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..fallback import Fallback
 from ..layout.mesh import ALONE, Axis
-from ..layout.precision import at_least_fp32, exp_, wide_type
+from ..layout.precision import at_least_fp32, exp_, use_large_pages, wide_type
 from .collectives import all_reduce
 
 
@@ -101,6 +101,7 @@ def own_labels(local_C: Tensor, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
     return (local_C >= 0) & (local_C < words), local_C.clamp(0, max(0, words - 1)).unsqueeze(1)
 
 
+COLUMNS = 1024  # of bf16 logits that a CPU computes at once
 ROW_BYTES = 2**22  # of fp32 logits that a CPU computes with at once, so that they stay in its cache
 
 
@@ -111,7 +112,9 @@ def _chunk_memory(tokens: int, words: int, dtype: torch.dtype) -> Tensor:
     The C library returns so large a block at once, and the kernel clears the next one page by page: 8 to 14 % of the
     time of the loss. On GPUs torch keeps the memory.
     """
-    return torch.empty(tokens, words, dtype=dtype)
+    kept = torch.empty(tokens, words, dtype=dtype)
+    use_large_pages([kept])
+    return kept
 
 
 @dataclass(frozen=True)
@@ -237,7 +240,9 @@ class Gradients:
             else:
                 torch.addmm(self.weight, grad_CV.T, x_CH, out_dtype=self.sum_dtype, out=self.weight)
         elif self.weight is None:
-            self.weight = (grad_CV.T @ x_CH).to(self.sum_dtype)
+            product = grad_CV.new_empty(grad_CV.shape[1], x_CH.shape[1])
+            use_large_pages([product])
+            self.weight = torch.mm(grad_CV.T, x_CH, out=product).to(self.sum_dtype)
         elif narrow:
             self.weight += grad_CV.T @ x_CH
         else:
@@ -343,7 +348,13 @@ class _Chunks:
             out = _chunk_memory(min(self.options.chunk, self.x_NH.shape[0]), words, x_CH.dtype)[:tokens]
             if x_CH.dtype == torch.bfloat16 and rows < tokens:
                 wide = _chunk_memory(rows, words, torch.float32)
-        product_CV = torch.matmul(x_CH, self.weight_VH.T, out=out)
+        if out is None or x_CH.dtype == torch.float32:
+            product_CV = torch.matmul(x_CH, self.weight_VH.T, out=out)
+        else:  # oneDNN orders some columns of the transposed head for its kernels while the cache has them
+            for begin in range(0, words, COLUMNS):
+                columns = slice(begin, begin + COLUMNS)
+                torch.mm(x_CH, self.weight_VH[columns].T, out=out[:, columns])
+            product_CV = out
         end = min(rows, tokens) if hasattr(x_CH, "fake_mode") else tokens  # without values, some rows stand for all
         for begin in range(0, end, rows):
             some = slice(begin, min(begin + rows, tokens))

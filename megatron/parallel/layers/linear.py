@@ -183,7 +183,13 @@ class WholeLinear(nn.Module):
 
 class VocabEmbedding(nn.Module):
     """Token ids [B, S] to embeddings [B, S, H] (or [B, S/t, H], or with c columns [B, S, H/c]). The rows of the table
-    are cut over all tensor parallel ranks."""
+    are cut over all tensor parallel ranks.
+
+    Attributes:
+        sparse: the engine takes a gradient of only the rows in a batch, if no hook reads it.
+    """
+
+    sparse = False
 
     def __init__(
         self, make: ParameterFactory, vocab: int, hidden: int, *, init: Init, weight: nn.Parameter | None = None
@@ -200,7 +206,8 @@ class VocabEmbedding(nn.Module):
         if self.rows.size > 1:
             return embedding_of_rows(tokens_BS, self.weight, self.rows)
         if self.mesh.tensor.size == 1:
-            return F.embedding(tokens_BS, self.weight)
+            sparse = self.sparse and tokens_BS.numel() < len(self.weight) and not self.weight._backward_hooks
+            return F.embedding(tokens_BS, self.weight, sparse=sparse)
         local_BS = tokens_BS - self.span.start
         foreign_BS = (local_BS < 0) | (local_BS >= self.span.length)
         x_BSH = F.embedding(local_BS.masked_fill(foreign_BS, 0), self.weight)

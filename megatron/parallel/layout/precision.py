@@ -1,9 +1,12 @@
-"""The rule for computing in a wider type than the stream's, and copies to a device."""
+"""The rule for computing in a wider type than the stream's, copies to a device, and pages of a CPU's memory."""
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from torch._subclasses.fake_tensor import is_fake
 COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TYPES = {**COMPUTE_TYPES, "fp64": torch.float64}
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
+LARGE = 1 << 24  # bytes of a tensor with large pages: the kernel limits the number of ranges with advice
 _VECTORS = 64  # numbers that torch computes at once on any processor, four vectors of at most 16
 
 
@@ -63,3 +67,21 @@ def exp_(x: Tensor) -> Tensor:
 def plain(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """F.linear, or the function that a library has put in its place since the layer was built."""
     return F.linear(x, weight_NK, bias_N)
+
+
+def use_large_pages(tensors: Iterable[Tensor], heap: bool = False) -> None:
+    """Ask Linux for pages of 2 MiB below large tensors of a CPU that stay, and below the C library's `heap` with them.
+
+    A product that reads a matrix by columns needs the address of another page for each row. With pages of 4 KiB the
+    processor looks most addresses up in memory. Values stay. A kernel without large pages changes nothing.
+    """
+    if sys.platform != "linux":
+        return
+    stored = [each.untyped_storage() for each in tensors if each.device.type == "cpu" and not is_fake(each)]
+    ranges = {(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in stored if each.nbytes() >= LARGE}
+    if ranges and heap:
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("[heap]")]
+        ranges |= {(int(begin, 16), int(end, 16)) for begin, end in (line[0].split("-") for line in lines)}
+    for begin, end in ((-(-begin // 4096) * 4096, end // 4096 * 4096) for begin, end in ranges):
+        for advice in (14, 25):  # MADV_HUGEPAGE for pages to come, and MADV_COLLAPSE for present ones
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron.config import resolve
 from megatron.data.batch import StepBatch
@@ -76,7 +77,9 @@ def train(
 def both_ways(ranks: int) -> list[str]:
     """Names of what differs in any bit, and of nothing else."""
     with mock.patch.object(engines, "scatters_gradients", lambda *_: False):
-        found = train(ranks)
+        with mock.patch.object(F, "embedding", wraps=F.embedding) as look_up:
+            found = train(ranks)
+        assert all(call.kwargs["sparse"] for call in look_up.call_args_list), "a gradient of the whole table"
         with mock.patch.object(engines, "begin_sums_with_copies", lambda *_: None):
             wanted = train(ranks)
     assert found.keys() == wanted.keys() and len(found) > 20
