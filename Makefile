@@ -11,7 +11,6 @@ help:
 	@echo 'make layouts      every architecture on every axis and every layout, against one process, and resumed on another layout'
 	@echo 'make tour         whole runs: README, quick starts, notebook, site and benchmarks as a reader runs them, and kills and hangs'
 	@echo 'make hosts        every way to start ranks on several hosts, for real: namespaces with their own sshd and Slurm (needs root)'
-	@echo 'make tests        these four in one run'
 	@echo 'make test-slow    more than make test has: the rest of the matrix of layouts, kill loops, more runners (an hour)'
 	@echo 'make test-fast    one case of every test that takes well under a second: what to run while you work (2 minutes)'
 	@echo 'make numerics     the tests of numbers again, as a processor with fewer instructions computes them'
@@ -57,10 +56,6 @@ tour: dev
 # Skipped, with the reason, without root and the programs that tests/launch/debian-packages lists.
 hosts: dev
 	$(PYTEST) -m 'hosts and not slow' $(call MARKED,mark\.hosts)
-
-# All of these in one run. Hosts and whole runs wait for programs, so more files than cores run well side by side.
-tests: dev
-	$(PYTEST) -m 'not slow'
 
 # Before a release, and after a change of what those tests are about.
 test-slow: dev
@@ -130,4 +125,4 @@ $(PEERS)/.installed: bench/peers.txt
 docs: dev
 	$(RUN) tools/config.py docs
 
-.PHONY: help quickstart venv dev test layouts tour hosts tests test-slow test-fast numerics torch durations gpu-host bench package site lint docs
+.PHONY: help quickstart venv dev test layouts tour hosts test-slow test-fast numerics torch durations gpu-host bench package site lint docs
