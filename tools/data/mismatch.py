@@ -33,33 +33,10 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(given: argparse.Namespace) -> dict:
-    import numpy as np
+    from megatron.data.preferences.pairs import write_mismatched
 
-    from megatron.config.file_access import keep_inputs
-    from megatron.data.errors import DataError
-    from megatron.data.manifest import keep_others
-    from megatron.data.preferences.answers import Answers
-    from megatron.data.preferences.pairs import mismatches
-    from megatron.data.sample import IGNORED
-    from megatron.data.token_file import TokenFileWriter, prefix_of, with_ending
-
-    read, marks, longest = Answers(given.answers, given.labels), f"{prefix_of(given.output)}_labels", given.longest
-    assert read.labels is not None
-    for prefix in (given.output, marks):
-        keep_others(prefix_of(prefix))
-        keep_inputs([with_ending(prefix_of(prefix), ".bin")], [read.tokens.bin_path, read.labels.bin_path])
-        if (index := with_ending(prefix_of(prefix), ".idx")).exists() and not given.overwrite:
-            raise DataError(index, "it must not exist yet", "use another --output, or --overwrite")
-    with TokenFileWriter(given.output, read.tokens.dtype) as ids, TokenFileWriter(marks, np.int32) as targets:
-        for prompt, answer, partner in mismatches(read):
-            room = None if longest is None else max(0, longest - len(prompt))
-            if room == 0:
-                rule = f"a prompt has {len(prompt)} tokens"
-                raise DataError(given.answers, rule, "use a larger --longest, or remove it")
-            ids.append(np.concatenate([prompt, answer[:room]]))
-            own = read.labels[partner][-len(answer) :][:room]
-            targets.append(np.concatenate([np.full(len(prompt), IGNORED), own]))
-    return {"output": given.output, "documents": len(read)}
+    count = write_mismatched(given.answers, given.labels, given.output, given.longest, given.overwrite)
+    return {"output": given.output, "documents": count}
 
 
 def show(result: dict) -> None:

@@ -17,11 +17,13 @@ from typing import Self
 import numpy as np
 
 from megatron.config import Config
+from megatron.config.file_access import keep_inputs
 from megatron.config.problems import UserError
 
 from ..errors import DataError
-from ..sample import Sample
-from ..token_file import TokenFile, with_ending
+from ..manifest import keep_others
+from ..sample import IGNORED, Sample
+from ..token_file import TokenFile, TokenFileWriter, prefix_of, with_ending
 from .answers import ENDINGS, Answers, answers_of, check_lengths, numbers_of, options_of, order_of, sample_of
 
 SIDES = ("chosen", "rejected")
@@ -224,6 +226,32 @@ def read_rewards(path: str, documents: int) -> np.ndarray:
         rule = f"it must have {documents} documents of one number, and has {len(file)} of {file.tokens} numbers"
         raise DataError(path, rule, "make it from the same records as the token file")
     return np.concatenate([file[number] for number in range(documents)]).astype(np.float32)
+
+
+def write_mismatched(
+    answers: str, labels: str, output: str, longest: int | None = None, overwrite: bool = False
+) -> int:
+    """Write the documents of `mismatches`, and their labels under `output`_labels. Returns the number of documents.
+
+    Raises:
+        DataError: an input cannot be used, or an output is there already.
+    """
+    given, marks = Answers(answers, labels), f"{prefix_of(output)}_labels"
+    assert given.labels is not None
+    for prefix in (output, marks):
+        keep_others(prefix_of(prefix))
+        keep_inputs([with_ending(prefix_of(prefix), ".bin")], [given.tokens.bin_path, given.labels.bin_path])
+        if (index := with_ending(prefix_of(prefix), ".idx")).exists() and not overwrite:
+            raise DataError(index, "it must not exist yet", "use another --output, or --overwrite")
+    with TokenFileWriter(output, given.tokens.dtype) as ids, TokenFileWriter(marks, np.int32) as targets:
+        for prompt, answer, partner in mismatches(given):
+            room = None if longest is None else max(0, longest - len(prompt))
+            if room == 0:
+                raise DataError(answers, f"a prompt has {len(prompt)} tokens", "use a larger --longest, or remove it")
+            ids.append(np.concatenate([prompt, answer[:room]]))
+            own = given.labels[partner][-len(answer) :][:room]
+            targets.append(np.concatenate([np.full(len(prompt), IGNORED), own]))
+    return len(given)
 
 
 def mismatches(answers: Answers) -> Sequence[tuple[np.ndarray, np.ndarray, int]]:
