@@ -25,7 +25,7 @@ import pytest
 
 DURATIONS = Path(__file__).with_name("durations.json")
 UNKNOWN = 20.0  # seconds that a file without a measurement is taken to need
-LONG = 0.7  # CPU seconds from which a test function is listed, and is not part of a fast run
+LONG = 0.6  # CPU seconds from which a test function is listed, and is not part of a fast run
 WAITS = 1.0  # seconds by the clock from which it is, though it computes little
 
 
