@@ -9,8 +9,9 @@ Shapes: B samples, S positions, H hidden, m mixes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from megatron.parallel.layers.context import ContextGroup
 from megatron.parallel.layers.linear import ColumnLinear
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ZEROS, Init, formula
+from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.shard import Growth, Role
 
 
@@ -143,10 +145,43 @@ def shifted(x_BSH: Tensor, last_B1H: Tensor | None = None, starts_BS: Tensor | N
     return past * (places > starts_BS).unsqueeze(-1)
 
 
+GROUP = 128  # tokens
+
+
+class _OverTokens(torch.autograd.Function):
+    """Vectors, or the rows of a matrix, as [B, S, H] each, in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, B: int, S: int, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.types, ctx.whole = [each.dtype for each in given], given[0].dim() == 2
+        rows = given[0].unbind() if ctx.whole else given
+        return tuple(at_least_fp32(each).expand(B, S, -1).contiguous() for each in rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        groups = [each.reshape(-1, GROUP, each.shape[-1]).sum(1) for each in gradients]
+        total = torch.stack(groups).sum(1)
+        own = [total.to(kind) for kind in ctx.types]
+        return None, None, *(own if ctx.whole else (each[row] for row, each in enumerate(own)))
+
+
+def over_tokens(given: Tensor | Sequence[Tensor], x_BSH: Tensor) -> list[Tensor]:
+    """Vectors, or the rows of a matrix, that broadcast over tokens.
+
+    In a compiled part their gradients are sums over groups of tokens, which one kernel adds for all vectors. Inductor
+    would do the same with one kernel for each.
+    """
+    B, S, _ = x_BSH.shape
+    if not torch.compiler.is_compiling() or B * S % GROUP:
+        return list(given)
+    return list(_OverTokens.apply(B, S, *([given] if isinstance(given, Tensor) else given)))
+
+
 def blended(x: Tensor, mix_mH: Tensor, last: Tensor | None, starts: Tensor | None) -> tuple[Tensor, ...]:
     """x + mix * (shift(x) - x) for each of m mixes, [B, S, H] each."""
     difference = shifted(x, last, starts) - x
-    return tuple(torch.addcmul(x, difference, mix.to(x.dtype)) for mix in mix_mH)
+    return tuple(torch.addcmul(x, difference, mix.to(x.dtype)) for mix in over_tokens(mix_mH, x))
 
 
 def mixed(x_BSH: Tensor, mix_mH: Tensor, last_B1H: Tensor | None, starts_BS: Tensor | None) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.kinds.common.recurrence.sequence_scan import carried_by_matrix, document_begins, token_before
 from megatron.kinds.rwkv.options import RWKV7 as KIND
 from megatron.kinds.rwkv.options import RWKV7Options
-from megatron.kinds.rwkv.parts import LowRank, ShiftState, Start, mixed
+from megatron.kinds.rwkv.parts import LowRank, ShiftState, Start, mixed, over_tokens
 from megatron.model.costs.exchanges import Around, LayerMessage
 from megatron.model.costs.traffic import Enter, Event, Shared, TensorAxis, column_events, row_events
 from megatron.model.counts import Counts
@@ -200,11 +200,13 @@ def _factors(
     Args:
         narrow: a type. r, decays, keys and values are then followed by all inputs except decays in that type.
     """
+    vectors = decay_base, rate_base, key_scale, rate_scale, *(() if blend_base is None else (blend_base,))
+    decay_base, rate_base, key_scale, rate_scale, *bases = over_tokens(vectors, k)
     k, v = at_least_fp32(k), at_least_fp32(v)
     log_w = FASTEST * torch.sigmoid(decay_base + at_least_fp32(w))
     a = torch.sigmoid(rate_base + at_least_fp32(a))
-    if first is not None and blend is not None and blend_base is not None:
-        v = torch.lerp(v, at_least_fp32(first), torch.sigmoid(blend_base + at_least_fp32(blend)))
+    if first is not None and blend is not None:
+        v = torch.lerp(v, at_least_fp32(first), torch.sigmoid(bases[0] + at_least_fp32(blend)))
     removed = F.normalize((k * key_scale).unflatten(-1, (heads, -1)), dim=-1)
     k = k * (1 + (a - 1) * rate_scale)
     log_w, k, v, a = (each.unflatten(-1, (heads, -1)) for each in (log_w, k, v, a))
@@ -270,9 +272,10 @@ def _finished(
     epsilon: float,
 ) -> Tensor:
     """(norm(y) + bonus) * gate, [B, S, d] of the gate's type."""
+    bonus, norm_weight, norm_bias = over_tokens((bonus, norm_weight, norm_bias), g)
     y, gain, shift = (at_least_fp32(each) for each in (y, norm_weight, norm_bias))
     y = F.layer_norm(y, y.shape[-1:], eps=epsilon).flatten(2) * gain + shift
-    y = y + ((r * k * bonus.view(k.shape[2:])).sum(-1, keepdim=True) * v).flatten(2)
+    y = y + ((r * k * bonus.unflatten(-1, k.shape[2:])).sum(-1, keepdim=True) * v).flatten(2)
     return (y * at_least_fp32(g)).to(g.dtype)
 
 

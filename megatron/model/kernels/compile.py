@@ -196,14 +196,22 @@ def _options(config: Config, device: torch.device | str) -> dict[str, Any] | Non
     Two biases whose gradients are the same sum, as with a parallel residual, become one C++ loop that stores it twice.
     With torch 2.13 that loop declares the number of a narrower type twice, which no compiler accepts. So no loops are
     joined.
+
+    On GPUs inductor sums the gradients of a norm's weight and bias in its loop over channels ("mix order"). With two
+    norms of one input, another loop then reads the same tensors for the input's gradient. So this saves no bytes, and
+    each of the four sums is finished by two kernels in place of one.
     """
-    if graphs(config, device):
-        return OPTIONS
-    narrow = torch.device(device).type == "cpu" and config.precision.compute != "fp32"
-    return {"cpp.max_horizontal_fusion_size": 1} if narrow else None
+    if torch.device(device).type == "cpu":
+        return {"cpp.max_horizontal_fusion_size": 1} if config.precision.compute != "fp32" else None
+    options: dict[str, Any] = {"triton.cudagraphs": True} if graphs(config, device) else {}
+    residual = config.model.residual
+    two = residual.form == "parallel" and not residual.shared_norm
+    if two and MIX_ORDER in torch._inductor.list_options():
+        options[MIX_ORDER] = False
+    return options or None
 
 
-OPTIONS: dict[str, Any] = {"triton.cudagraphs": True}  # for inductor
+MIX_ORDER = "triton.mix_order_reduction"
 
 
 def gradients_leave_graphs(block: nn.Module) -> None:

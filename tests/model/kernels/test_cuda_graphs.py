@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config, resolve
-from megatron.model.kernels.compile import _options, describe_compile, gradients_leave_graphs, graphs
+from megatron.model.kernels.compile import MIX_ORDER, _options, describe_compile, gradients_leave_graphs, graphs
 
 
-def settings(compute: str = "bf16", cuda_graphs: bool = True) -> Config:
+def settings(compute: str = "bf16", cuda_graphs: bool = True, **residual: Any) -> Config:
     model = {"layers": "attention/mlp", "hidden_size": 32, "vocab_size": 64, "attention": {"heads": 2}}
+    model["residual"] = residual
     training = {"steps": 1, "sequence_length": 32, "global_batch_size": 1, "cuda_graphs": cuda_graphs}
     return resolve({"model": model, "training": training, "precision": {"compute": compute}})
 
@@ -27,6 +28,15 @@ def test_what_inductor_is_told():
     for other, device in ((config, "cpu"), (settings(cuda_graphs=False), "cuda")):
         assert not graphs(other, device) and "CUDA graphs" not in describe_compile(other, device)
         assert not (_options(other, device) or {}).get("triton.cudagraphs")
+
+
+def test_gradients_of_two_norms_of_one_input_are_sums_of_their_own():
+    assert MIX_ORDER in torch._inductor.list_options()
+    assert _options(settings(cuda_graphs=False, form="parallel"), "cuda") == {MIX_ORDER: False}
+    assert _options(settings(form="parallel"), "cuda") == {"triton.cudagraphs": True, MIX_ORDER: False}
+    for residual in ({}, {"form": "parallel", "shared_norm": True}):
+        assert _options(settings(cuda_graphs=False, **residual), "cuda") is None
+    assert _options(settings("fp32", cuda_graphs=False, form="parallel"), "cpu") is None
 
 
 class Replayed(torch.autograd.Function):
