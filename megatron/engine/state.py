@@ -402,6 +402,7 @@ class EngineState:
                 partition.data = values.data
         order_gathers(zero)
         zero.invalidate_secondary_tensor()  # hpZ's second copy, which DeepSpeed makes again from the new weights
-        if zero.persistent_parameters:  # small parameters that are never released: gather their new values
-            zero.persistent_parameters[0].partition(zero.persistent_parameters)
+        # Small parameters are never released: gather their new values. But in its first micro-batch DeepSpeed notes who
+        # has to gather, and a parameter that is whole by then is released and gathered by another module later.
+        if zero.persistent_parameters and zero.parameter_offload.get_param_coordinator().is_complete_trace():
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)

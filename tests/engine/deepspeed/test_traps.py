@@ -319,22 +319,17 @@ def test_no_extension_is_compiled():
 # Recomputation
 
 
-def selective_at_zero_3(persistent: int) -> list[float] | str:
-    """Losses of two steps, or why there are none."""
-    config = resolve(values_of("neox", zero={"stage": 3, "persistent_size": persistent}))
+def selective_at_zero_3() -> list[float]:
+    """Losses of two steps."""
+    config = resolve(values_of("neox", zero={"stage": 3, "persistent_size": 0}))
     mode = config.training.activation_checkpointing.model_copy(update={"mode": "selective"})
     training = config.training.model_copy(update={"activation_checkpointing": mode})  # the configuration refuses this
-    engine = runs.build(config.model_copy(update={"training": training}), 1)
-    try:
-        return runs.steps(config, engine, 0, 2)[0]
-    except RuntimeError as error:
-        return str(error)
+    return runs.steps(config, runs.build(config.model_copy(update={"training": training}), 1), 0, 2)[0]
 
 
 def test_selective_recomputation_is_wrong_at_zero_3():
-    """torch counts operations, and DeepSpeed's gathering adds some: it fails, or takes one result for another."""
-    assert "not found in storage" in run(1, selective_at_zero_3, 100_000)[0]
-    first, second = run(1, selective_at_zero_3, 0)[0]
+    """torch counts operations, and DeepSpeed's gathering adds some: it takes one result for another."""
+    first, second = run(1, selective_at_zero_3)[0]
     plain = run(1, plain_losses)[0]
     assert first == pytest.approx(plain[0], rel=1e-5) and second != pytest.approx(plain[1], rel=1e-4)
 
