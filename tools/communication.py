@@ -97,11 +97,13 @@ def same(facts: dict[str, Any], counted: Tally, predicted: Tally) -> bool:
 def of_configuration(sources: list[str], ranks: int, rank: int | None) -> tuple[dict[str, Any], Tally]:
     """Facts, and the predicted messages of a step."""
     from megatron.model.costs.exchanges import BY_DOCUMENTS, MOST
+    from megatron.plan.candidate import on_device
     from megatron.plan.messages.predict import predict
     from megatron.training.exchange import report_traffic
 
     files, overrides = split_arguments(sources)
     config, total, most = load(files, overrides, ranks=ranks, check_inputs=False).config, Tally(), Tally()
+    config = on_device(config, config.launch.device != "cpu")
     chosen = range(ranks) if rank is None else [rank]
     if rank is not None and not 0 <= rank < ranks:
         raise UserError(f"--rank {rank} must be from 0 to {ranks - 1}")

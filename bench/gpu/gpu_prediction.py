@@ -65,15 +65,16 @@ class Shape:
     scans: bool = False
 
 
+SMALL = "training.loss_chunk=1024"
 SHAPES = (
     Shape("pythia-160m", "pythia/160m", 16, 1, "Pythia", ("training.loss_chunk=8192",)),
-    Shape("pythia-410m", "pythia/410m", 8, 2, "Pythia"),
-    Shape("pythia-1.4b", "pythia/1.4b", 4, 4, "Pythia"),
+    Shape("pythia-410m", "pythia/410m", 8, 2, "Pythia", (SMALL,)),
+    Shape("pythia-1.4b", "pythia/1.4b", 4, 4, "Pythia", (SMALL,)),
     Shape("Llama 3.2 1B", "llama/llama3.2_1b", 4, 4, "Llama", ("training.loss_chunk=8192",)),
     Shape("Llama 3 8B", "llama/llama3_8b", 1, 4, "Llama", ("training.loss_chunk=8192",), least=8),
-    Shape("8 experts of 2048, top 2", "mixtral/8x7b", 8, 1, "experts", tuple(MOE)),
-    Shape("mamba2-370m", "mamba2/370m", 4, 1, "Mamba-2", (), scans=True),
-    Shape("rwkv7-0.4b", "rwkv7/0.4b", 4, 1, "RWKV-7", (), scans=True),
+    Shape("8 experts of 2048, top 2", "mixtral/8x7b", 8, 1, "experts", (SMALL, *MOE)),
+    Shape("mamba2-370m", "mamba2/370m", 4, 1, "Mamba-2", (SMALL,), scans=True),
+    Shape("rwkv7-0.4b", "rwkv7/0.4b", 4, 1, "RWKV-7", (SMALL,), scans=True),
 )
 
 
@@ -113,7 +114,7 @@ def seconds(
         work = layer.other * tokens * (1 + BACKWARD_ATTENTION) * (0.5 if layer.attends else 1.0)
         found["attention and scans"] += work / rate
         found["memory"] += TRAFFIC * tokens * layer.saved["none"] / memory
-    head, chunk = layers[-1].matrices[0], config.training.loss_chunk or tokens
+    head, chunk = layers[-1].matrices[0], config.training.tokens_of_loss(config.model.vocab_size, True) or tokens
     chunks = ceil(tokens / chunk)
     found["loss"] = chunks * _products(best, peak, min(chunk, tokens), *_sides(head))
     found["loss"] += (8 * tokens * head.rows + 8 * chunks * head.rows * head.columns) / memory

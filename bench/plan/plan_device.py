@@ -93,9 +93,11 @@ def planned(config: Config, at: Cluster) -> dict[str, Any]:
 def rehearsed(config: Config, at: Cluster) -> dict[str, Any]:
     """Bytes of tensors by purpose, and with the allowance, and processor seconds of the rehearsal."""
     from megatron.parallel.layout.layout import Layout
+    from megatron.plan.candidate import on_device
     from megatron.rehearsal.command import in_own_process
     from megatron.rehearsal.report import describe_rank
 
+    config = on_device(config, at.device.name != "cpu")
     counts = in_own_process(config, 1, 0)
     found = describe_rank(config, Layout.of(config, 1), 0, counts, at.device)["memory"]
     own = {name: found[name] for name in ("tensors", "total", "parts", "moment")}

@@ -149,9 +149,11 @@ class Head(nn.Module):
         self.mesh, self.chunks, self.further = make.mesh, chunks, further
         self.context = replace(make.context, chunk=chunks.tokens)
         multiplier = model.head.multiplier * init.factors.head
-        compiled = training.compile != "off" and torch.device(make.device).type == "cuda"
+        on_gpu = torch.device(make.device).type == "cuda"
+        compiled = training.compile != "off" and on_gpu
+        chunk = training.tokens_of_loss(model.vocab_size, on_gpu)
         cost = objective.cost if objective.costs else None
-        self.options = LossOptions(multiplier, model.head.softcap, training.z_loss, training.loss_chunk, compiled, cost)
+        self.options = LossOptions(multiplier, model.head.softcap, training.z_loss, chunk, compiled, cost)
         self.teaching = objective.teacher
         if self.teaching is not None and further is not None:
             raise ValueError("a teacher has no costs of further tokens")

@@ -148,3 +148,9 @@ def layout_of(choice: Candidate, ranks: int) -> Layout:
         gathers_experts=choice.expert == 1 < choice.depth,
         shares_rows=choice.folded > 1,
     )
+
+
+def on_device(config: Config, gpu: bool) -> Config:
+    """The same run with the value that `training.loss_chunk: null` has on GPUs or on CPUs."""
+    tokens = config.training.tokens_of_loss(config.model.vocab_size, gpu)
+    return config.model_copy(update={"training": config.training.model_copy(update={"loss_chunk": tokens})})

@@ -24,7 +24,7 @@ from megatron.objectives.named import objective_of
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.messages.traffic import SIZES
 
-from .candidate import Candidate, layout_of
+from .candidate import Candidate, layout_of, on_device
 from .devices import Cluster
 from .shapes import RankWeights, Shapes
 
@@ -156,7 +156,7 @@ def rank_memory(config: Config, shapes: Shapes, choice: Candidate, rank: int) ->
     parts["loss"] = 0.0
     if places[-1] + 1 == shapes.places:
         rows = -(-config.model.vocab_size // choice.grid)
-        chunk = min(training.loss_chunk or tokens, tokens)
+        chunk = min(training.tokens_of_loss(config.model.vocab_size) or tokens, tokens)
         # A chunk's logits in fp32, their gradients in the compute type, and the head's gradient in fp32.
         parts["loss"] = chunk * rows * (4 + size) + 4 * rows * config.model.hidden_size
         if kinds[-1].rows:  # of all ranks that share them
@@ -185,6 +185,7 @@ def memory(config: Config, shapes: Shapes, choice: Candidate, at: Cluster) -> Me
     stages = {0, choice.pipeline - 1} if choice.pipeline > 1 else {0}
     if choice.pipeline > 2:
         stages |= {1, choice.pipeline - 2}
+    config = on_device(config, at.device.name != "cpu")
     found = [rank_memory(config, shapes, choice, stage) for stage in sorted(stages)]
     most = max(found, key=lambda each: each.total)
     if at.device.name == "cpu":

@@ -19,6 +19,7 @@ from megatron.config.problems import UserError
 from megatron.config.source.arguments import split
 from megatron.config.variants import used_kinds
 from megatron.parallel.layout.layout import Layout
+from megatron.plan.candidate import on_device
 from megatron.plan.devices import Device, known_devices
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     from .report import document, step_seconds, text, works
 
     gpu = (config.launch.device if device is None else device.name) != "cpu"
+    config = on_device(config, gpu)
     seen = {rank: in_own_process(config, options.ranks, rank, gpu=gpu) for rank in ranks}
     found = document(config, layout, seen, device, time.monotonic() - begun)
     found["precision_given"] = resolved.origins["precision.compute"].kind != "default"

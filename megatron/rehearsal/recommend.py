@@ -18,7 +18,7 @@ from megatron.config.source.files import gather
 from megatron.model.costs.describe import totals
 from megatron.parallel.layout.layout import Layout
 from megatron.plan.advice import why_nothing_fits
-from megatron.plan.candidate import Candidate
+from megatron.plan.candidate import Candidate, on_device
 from megatron.plan.devices import cluster, known_devices
 from megatron.plan.search import Answers, Plan, Question
 
@@ -158,6 +158,7 @@ def rehearsed(question: Question, choice: Candidate) -> dict[str, Any]:
     """Bytes of the rank that needs most, with the allowance, and the cost of the rehearsal: seconds of processor time
     of all ranks, and the bytes of the largest process."""
     config, ranks = question.resolved(choice).config, question.at.devices
+    config = on_device(config, question.at.device.name != "cpu")
     layout = Layout.of(config, ranks)
     seen = {rank: in_own_process(config, ranks, rank) for rank in kinds_of_ranks(config, layout)}
     needs = [describe_rank(config, layout, rank, each, question.at.device)["memory"] for rank, each in seen.items()]

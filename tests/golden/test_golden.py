@@ -16,7 +16,7 @@ from megatron.config import read_resolved
 from tests.golden import make
 from tests.paths import ROOT
 
-OTHER_DEFAULT = {"model.moe.losses.balance"}  # compared where somebody gives it
+OTHER_DEFAULT = {"model.moe.losses.balance", "training.loss_chunk"}  # compared where somebody gives it
 GONE = {f"checkpoint.{key}" for key in ("upload", "upload_every", "upload_keep_last")}  # a level of `checkpoint.levels`
 NOW_DERIVED = {"parallel.context": "derived: parallel.folded"}  # defaults that follow from a key that came later
 CASES, RESOLVED, MODELS = make.read("cases"), make.read("resolved"), make.read("models")

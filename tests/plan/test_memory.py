@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from megatron.config import resolve
-from megatron.plan.candidate import layout_of
+from megatron.plan.candidate import layout_of, on_device
 from megatron.plan.devices import Cluster, known_devices
 from megatron.plan.memory import memory, states
+from megatron.plan.messages.predict import predict
 from megatron.plan.prediction import choice_of
 from megatron.plan.shapes import Shapes
 from megatron.rehearsal.command import in_own_process
@@ -119,6 +120,22 @@ def test_every_second_block_is_recomputed():
     assert seen.at.place.layer == "head"
     made = [each for each in seen.allocations if each.place.phase == "forward" and each.place.layer != "head"]
     assert sum(each.size for each in made if not each.part) == pytest.approx(found, rel=0.03)
+
+
+def test_chunks_of_the_loss_are_longer_on_gpus():
+    """As if the device's value had been given: here 8192 tokens, and with a vocabulary of 128,256 a quarter of it."""
+    long = {"sequence_length": 4096, "micro_batch_size": 4, "global_batch_size": 8}
+    for vocabulary, chunk in ((96, 8192), (128_256, 2048)):
+        values = merged(DENSE, {"model": {"vocab_size": vocabulary}, "training": long})
+        given = merged(values, {"training": {"loss_chunk": chunk}})
+        assert planned(values, 2) == planned(given, 2) > planned(merged(given, {"training": {"loss_chunk": 1024}}), 2)
+        config, wanted = resolve(merged(values, {"parallel": {"tensor": 2}}), ranks=2), {}
+        for gpu, tokens in ((False, 1024), (True, chunk)):
+            step = predict(on_device(config, gpu), 2, 0).step
+            wanted[gpu] = step.by("layer", "phase")["head", "forward"][0]
+            given = merged(values, {"parallel": {"tensor": 2}, "training": {"loss_chunk": tokens}})
+            assert step == predict(resolve(given, ranks=2), 2, 0).step
+        assert wanted[True] < wanted[False]
 
 
 @pytest.mark.slow

@@ -113,10 +113,10 @@ class TrainingSection(Section):
         gt=0,
     )
     z_loss: float = key(0.0, "Coefficient of the mean squared log-partition (PaLM z-loss).", ge=0)
-    loss_chunk: int = key(
-        1024,
-        "Tokens whose logits exist at one time while the loss is computed. 0 computes all at once. 8192 is faster on a "
-        "GPU that has the memory. The default is for all devices: plans are made before the ranks find theirs.",
+    loss_chunk: int | None = key(
+        None,
+        "Tokens whose logits exist at one time while the loss is computed. 0 computes all at once. null: 1024 on CPUs. "
+        "On GPUs 8192, halved while their logits and gradients take more than 2.5 GiB, and 1024 at least.",
         unit="tokens",
         ge=0,
     )
@@ -161,6 +161,15 @@ class TrainingSection(Section):
     stop_at_step: int | None = key(
         None, "Save and stop after this step although the schedule ends at training.steps.", unit="steps", gt=0
     )
+
+    def tokens_of_loss(self, vocabulary: int, on_gpu: bool = False) -> int:
+        """Tokens of a chunk of the loss on a device. 0: all."""
+        if self.loss_chunk is not None:
+            return self.loss_chunk
+        tokens = 8192 if on_gpu else 1024
+        while tokens > 1024 and 6 * tokens * vocabulary > 2.5 * 2**30:  # logits in fp32, their gradients in 16 bits
+            tokens //= 2
+        return tokens
 
 
 @extended("objective")

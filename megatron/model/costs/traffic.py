@@ -321,7 +321,7 @@ def _loss(
     largest of both, then five sums."""
     tokens, widths = times * passes.tokens, (1, 2) if objective_of(config).teacher is None else (2, 5)
     call = Call(*at, "tensor", passes.tensor.ranks, "all_reduce", "fp32")
-    step = config.training.loss_chunk or tokens
+    step = config.training.tokens_of_loss(config.model.vocab_size) or tokens
     for chunks, size in ((tokens // step, step), (1, tokens % step)):
         for width in widths if size else ():
             tally.add(call, chunks, chunks * width * size * SIZES["fp32"])

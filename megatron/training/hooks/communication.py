@@ -36,6 +36,7 @@ from megatron.parallel.messages.timing import (
 )
 from megatron.parallel.messages.traffic import Duration, Durations, MessageKind, Tally, members_text
 from megatron.parallel.transport.routes import installed_routes
+from megatron.plan.candidate import on_device
 from megatron.plan.messages.predict import predict
 from megatron.report.communication import FOLDER, AccountFile, by_group, step_table
 from megatron.report.message_trace import write_events
@@ -295,7 +296,8 @@ def _expected(trainer: Trainer) -> tuple[dict[str, Any], bool, Expected | None]:
     plan = getattr(trainer.loader, "plan", None)
     weighted, routes = bool(plan and plan.masked), installed_routes()
     try:
-        found = predict(trainer.config, layout.world_size, rank, weighted=weighted, routes=routes)
+        config = on_device(trainer.config, trainer.exchange.device.type == "cuda")
+        found = predict(config, layout.world_size, rank, weighted=weighted, routes=routes)
     except NotPredicted as error:
         return {"unpredicted": str(error)}, False, None
 
