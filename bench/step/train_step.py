@@ -21,6 +21,7 @@ import statistics
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -61,6 +62,9 @@ def option(text: str) -> tuple[str, Any]:
 def measure(given: argparse.Namespace) -> Result:
     if "ours" not in given.contenders:
         raise UserError("--contenders must include ours, which the others are compared with")
+    peers = [name for name in given.contenders if name.startswith("litgpt")]
+    if peers and given.contenders != list(USUAL) and find_spec("litgpt") is None:
+        raise UserError(f"--contenders {peers[0]} needs litgpt: install bench/peers.txt as its first lines say")
     made = []
     for shape in given.shapes:
         for sequence in given.sequence:

@@ -110,6 +110,12 @@ def test_ours_must_take_part(capsys):
     assert run("train_step", ["--contenders", "eager"]) == 2 and "must include ours" in capsys.readouterr().err
 
 
+def test_a_peer_that_is_named_must_be_installed(capsys, monkeypatch):
+    monkeypatch.setattr(train_step, "find_spec", lambda name: None)
+    assert run("train_step", ["--contenders", "ours", "litgpt"]) == 2
+    assert "bench/peers.txt" in capsys.readouterr().err
+
+
 @pytest.mark.slow  # what is equal is decided by check_equal
 def test_another_recipe_is_no_comparison():
     done = bench("--rounds", "1", "training.z_loss=0.1")
