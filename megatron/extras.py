@@ -1,7 +1,5 @@
 """Packages that only some runs and tools need, and the extra of this package that installs each."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Where scripts, tools and configurations are, in a checkout and in an installed package. A digest of the code."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """A command ends when its output is no longer read, as in `deepy data batch RUN | head`."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

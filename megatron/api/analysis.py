@@ -1,7 +1,5 @@
 """Analysis of a model: one forward pass, with the activations of named layers and the gradients of named parameters."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -65,12 +63,12 @@ class OpenModel:
         self.modules = dict(_named(model))
 
     @classmethod
-    def initial(cls, config: Config, device: str, dtype: str) -> OpenModel:
+    def initial(cls, config: Config, device: str, dtype: str) -> "OpenModel":
         """With the initial values of a configuration."""
         return cls(build_model(_plain(config), device=device, dtype=TYPES[dtype]), config)
 
     @classmethod
-    def of_checkpoint(cls, path: Path, device: str, dtype: str) -> OpenModel:
+    def of_checkpoint(cls, path: Path, device: str, dtype: str) -> "OpenModel":
         """With the weights of a checkpoint of any layout, or of the newest one of a run.
 
         Raises:

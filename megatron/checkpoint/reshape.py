@@ -6,8 +6,6 @@ shards are laid end to end and cut into equal pieces for the data parallel ranks
 matrices go to their ranks, and are cut over the ranks with the same ones.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -10,8 +10,6 @@ DeepSpeed's own converter makes this form of native checkpoints (`made_universal
 one file of model states with the optimizer's states in the order of its parameters. It is read here.
 """
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -4,8 +4,6 @@ The shell asks `deepy` itself for what may come next, so verbs, options, configu
 version.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

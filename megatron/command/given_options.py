@@ -1,7 +1,5 @@
 """Options of a command that does several things: one that the chosen thing does not read is a mistake, not a wish."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

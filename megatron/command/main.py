@@ -3,8 +3,6 @@
 Neither torch nor DeepSpeed is loaded here. A verb behaves as its script does: the same options, output and exit status.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import shutil

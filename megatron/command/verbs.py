@@ -4,8 +4,6 @@ of bench/.
 A new tool needs no registration. Its help is the first sentence of its docstring.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import types

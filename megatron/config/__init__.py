@@ -4,8 +4,6 @@ Each name is imported at its first use: the options of a kind of layer import `m
 imports them.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -4,8 +4,6 @@ Importing a module runs its code. The user's own configuration admits the module
 `--extensions` and the variable DEEPY_EXTENSIONS. A name in a checkpoint or in the folder of a run admits nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterable, Sequence

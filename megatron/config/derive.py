@@ -5,8 +5,6 @@ A function reads resolved values through a `View` and returns the value. It retu
 or an input is not known (no tokenizer, an unknown number of ranks).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

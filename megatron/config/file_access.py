@@ -1,7 +1,5 @@
 """Files: whether they can be read, where a tool may write (never over its inputs), JSON and names of others."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Folders of checkpoints that another program wrote: recognised in one place, by rules and by whoever resumes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Names of user packages in a configuration: what they add to a run, and whether an import path can be imported."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Sequence

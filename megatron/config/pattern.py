@@ -11,8 +11,6 @@ space separates blocks. One group of a stack may be `recurrent(...)`: its blocks
 often as `model.recurrence` says.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping
@@ -45,8 +43,8 @@ class Kind:
 
     name: str
     variant: str | None = None
-    side: tuple[Kind, ...] = ()
-    others: tuple[Kind, ...] = ()
+    side: "tuple[Kind, ...]" = ()
+    others: "tuple[Kind, ...]" = ()
 
     def __str__(self) -> str:
         own = f"{self.name}@{self.variant}" if self.variant else self.name

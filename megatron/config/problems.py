@@ -1,7 +1,5 @@
 """Mistakes in a configuration, with all that a user needs: place, key, value, rule, fix. Words and numbers of fixes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -123,7 +121,7 @@ class ConfigError(UserError):
         self.problems = tuple(problems)
         super().__init__(list_problems(self.problems))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+    def __reduce__(self) -> "tuple[type[ConfigError], tuple[tuple[Problem, ...]]]":
         return ConfigError, (self.problems,)
 
 

@@ -1,7 +1,5 @@
 """From sources of values to one frozen configuration with the origin of each key, or all of its problems."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Names of the columns that have the experts of tokens, for replays of routing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The argument of rules (the configuration, the ranks, and the origin of each value), and rules of one expression."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The whole configuration of a run (one frozen object, made of the sections), and every key of it as data."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import re

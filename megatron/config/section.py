@@ -1,7 +1,5 @@
 """The base of all sections: a frozen, closed pydantic model whose keys have a sentence and a unit. Shared sections."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How ranks share a sequence, and stages of sequence length (`training.sequence_schedule`). No torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

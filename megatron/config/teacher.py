@@ -1,7 +1,5 @@
 """The teacher of a run (`objective.teacher`): the model that a checkpoint describes, on the run's layout. No torch."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Named variants of a kind's options: `attention@local` with `model.variants.local: {window: 512}`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any

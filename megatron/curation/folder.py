@@ -1,7 +1,5 @@
 """A folder of the output, local or behind an fsspec URL, in which files appear whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -69,7 +67,7 @@ class Folder:
                 os.unlink(draft)
             raise
 
-    def lines(self, name: str) -> Lines:
+    def lines(self, name: str) -> "Lines":
         """A new file of JSON lines, compressed if its name ends in .zst."""
         return Lines(self, name)
 
@@ -118,7 +116,7 @@ class Lines:
         self._file.write(line)
         self.count, self.bytes = self.count + 1, self.bytes + len(line)
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> "Lines":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -1,7 +1,5 @@
 """The page of a finished curation: counts by source, what each stage removed, and samples of it."""
 
-from __future__ import annotations
-
 from html import escape
 from typing import Any
 

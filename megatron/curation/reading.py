@@ -1,7 +1,5 @@
 """Documents of an input file. Whatever cannot be a document is quarantined with a reason, and nothing ends the run."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

@@ -1,7 +1,5 @@
 """A recipe: sources, stages and an output, read from YAML. All mistakes are reported together, with their lines."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Mapping
@@ -69,7 +67,7 @@ class Stage:
     title: str  # its number, from 1, and name, as the output and the page have it
     options: Section  # its checked options
     only: tuple[str, ...] = ()  # sources whose documents it treats. Empty: all.
-    inner: tuple[Stage, ...] = ()  # the levels of `escalate`, which has no options
+    inner: "tuple[Stage, ...]" = ()  # the levels of `escalate`, which has no options
 
     def to_json(self) -> list[Any]:
         options = [each.to_json() for each in self.inner] or self.options.model_dump(mode="json")

@@ -1,7 +1,5 @@
 """Runs a recipe: its phases one after another, each by an executor of datatrove."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

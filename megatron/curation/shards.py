@@ -1,7 +1,5 @@
 """Input files of a recipe, grouped to shards. A shard is a task, and its documents keep their order."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from dataclasses import asdict, dataclass

@@ -8,8 +8,6 @@ functions of the raw text. Zyda divides some counts by the length of the text af
 of a character are one character.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import string

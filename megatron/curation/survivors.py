@@ -1,7 +1,5 @@
 """Which documents stay: components of documents that share a key, and the survivor of each."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable
 from typing import Any

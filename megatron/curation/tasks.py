@@ -4,8 +4,6 @@ A task is a function of the recipe and of the files that earlier tasks have writ
 they are whole, so a killed one is started again and writes the same bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import json

@@ -1,7 +1,5 @@
 """The part of an optimizer step that one data parallel rank reads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

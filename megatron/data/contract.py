@@ -1,7 +1,5 @@
 """The contract of a source of samples that replaces token files, and the source `copy`."""
 
-from __future__ import annotations
-
 from typing import Protocol, Self
 
 import numpy as np
@@ -59,7 +57,7 @@ class Copy:
         self.period = (sequence_length + 2) // 2
 
     @classmethod
-    def build(cls, config: Config, name: str) -> Copy:
+    def build(cls, config: Config, name: str) -> "Copy":
         return cls(config.data.seed, config.model.vocab_size, config.training.sequence_length, name)
 
     def sample(self, number: int) -> Sample:

@@ -1,7 +1,5 @@
 """The error of this folder that users see: the file, the broken rule, and the fix."""
 
-from __future__ import annotations
-
 from megatron.config.problems import UserError
 
 
@@ -13,7 +11,7 @@ class DataError(UserError):
         self.subject, self.rule, self.fix = str(subject), rule, fix
         super().__init__(f"{subject}: {rule}\n    fix: {fix}")
 
-    def __reduce__(self) -> tuple[type[DataError], tuple[object, ...]]:
+    def __reduce__(self) -> "tuple[type[DataError], tuple[object, ...]]":
         return DataError, (self.subject, self.rule, self.fix)
 
 

@@ -3,8 +3,6 @@
 Each draw depends on its purpose, not on the number of draws before it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """The loader: a data parallel rank's part of a step, as a function of the step, read ahead in the background."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace

@@ -5,8 +5,6 @@ micro-batches or earlier reads. Training data may change their blend at given st
 a later phase continues where it stopped.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

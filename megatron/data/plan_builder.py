@@ -1,7 +1,5 @@
 """Build the plans of a configuration: files, weights, orders and phases of each set."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """The text that a model read at each step, from the run's configuration and its token files."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

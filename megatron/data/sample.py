@@ -6,8 +6,6 @@ Text-to-Text Transformer", arXiv 1910.10683). `a b c d e f g` with the spans `b 
 (`random_spans_noise_mask` in its preprocessors).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

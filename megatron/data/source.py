@@ -1,7 +1,5 @@
 """One source of a run: a token file, the order of its samples, and the weights of its tokens."""
 
-from __future__ import annotations
-
 import os
 from functools import cached_property
 from zipfile import BadZipFile

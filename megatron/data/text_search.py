@@ -5,8 +5,6 @@ text is found for any cut into tokens, at the speed of joining bytes. Where ids 
 decoded one by one.
 """
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator

@@ -14,8 +14,6 @@
 Like GPT-NeoX's training data set, the readers here treat each sequence as a document.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from bisect import bisect_right
@@ -294,7 +292,7 @@ class TokenFileWriter:
         self._file.close()
         self._part.unlink(missing_ok=True)
 
-    def __enter__(self) -> TokenFileWriter:
+    def __enter__(self) -> "TokenFileWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

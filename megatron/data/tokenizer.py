@@ -1,7 +1,5 @@
 """Tokenizers: ids of texts and back, size of the vocabulary, end-of-document id, and an identifying hash."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

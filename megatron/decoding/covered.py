@@ -1,7 +1,5 @@
 """Models that the decoder reads, and models whose keys or values it can read in part. Without torch."""
 
-from __future__ import annotations
-
 from megatron.config import Config
 from megatron.config.arithmetic.recurrence import core_of
 from megatron.config.kind import kinds_of

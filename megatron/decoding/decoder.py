@@ -6,8 +6,6 @@ in the same way (`kinds/common/attention/paged_keys.py`). Recurrences read one t
 So a text can be cut into any pieces, read in any company, and read again after preemption.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

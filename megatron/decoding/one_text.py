@@ -1,7 +1,5 @@
 """Continuations by a model that this process has."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext

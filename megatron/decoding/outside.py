@@ -3,8 +3,6 @@
 A kind of layers with experts names the class that fetches them (`LayerKind.fetches`).
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Callable
@@ -44,7 +42,7 @@ class Outside:
     guessed: bool  # use the predicted experts
 
     @classmethod
-    def of(cls, options: argparse.Namespace, device: torch.device) -> Outside | None:
+    def of(cls, options: argparse.Namespace, device: torch.device) -> "Outside | None":
         """None where the options want all experts on the device.
 
         Raises:

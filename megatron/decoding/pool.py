@@ -1,7 +1,5 @@
 """Numbers of the pages in which texts keep their keys and values. Texts share pages with equal beginnings."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence

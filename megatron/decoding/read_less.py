@@ -1,7 +1,5 @@
 """Loki and SiftAttention as options of the decoder: models that can use them, calibration, the file of components."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Sequence

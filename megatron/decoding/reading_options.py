@@ -1,7 +1,5 @@
 """Options of commands that decode with Loki or SiftAttention, without torch."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The experts that tokens used as the decoder read them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

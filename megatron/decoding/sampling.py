@@ -1,7 +1,5 @@
 """Choice of the next token, and the texts that end a continuation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Requests join and leave between passes. Where pages run out, the request that ca
 its text again later. The oldest request always has room, so each request ends.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -102,7 +100,7 @@ class Live:
     table: list[int] = field(default_factory=list)  # its pages
     slot: int = 0  # of its states. 0 while it waits.
     read: int = 0  # tokens that the states have
-    leader: Live | None = None  # reads the same prompt now, and this request continues from its states
+    leader: "Live | None" = None  # reads the same prompt now, and this request continues from its states
     of_pages: list[bytes] = field(default_factory=list)  # what `digests` has found
 
     @property

@@ -1,7 +1,5 @@
 """States of layers for many texts: pages of keys, and a slot of each text for recurrences."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -7,8 +7,6 @@ DeepSpeed divides by the accumulation and averages gradients over the replicas, 
 Micro-batches and ranks with different numbers of labels thus still add up to the exact mean.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ A batch has whole samples. Where ranks share the tokens of a sample, only `micro
 samples, s positions of this rank, K groups of a label.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,7 +29,7 @@ class LossAccumulator:
     sums: Tensor | None = None  # by group, as `protocol.LabelGroups.sums`
 
     @classmethod
-    def zero(cls, device: torch.device) -> LossAccumulator:
+    def zero(cls, device: torch.device) -> "LossAccumulator":
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return cls(zero, zero.clone())
 

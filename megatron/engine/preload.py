@@ -1,7 +1,5 @@
 """Imports of most engines, for a process from which ranks are forked (`megatron.testing.ranks`, rehearsals)."""
 
-from __future__ import annotations
-
 import gc
 
 import deepspeed.module_inject.auto_ep_layer

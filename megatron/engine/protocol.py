@@ -3,8 +3,6 @@
 Nothing here knows DeepSpeed.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading

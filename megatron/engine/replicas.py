@@ -4,8 +4,6 @@ A hash is a weighted sum of the tensor's bits, read as integers, modulo 2**64. T
 one value always changes it. It takes one pass over the tensor, on its device.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Tokens that follow earlier ones, read by the stages of a pipeline. Each rank has the states of its own blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ stage 3 there is one per sub-group, with an equal share of every parameter. Here
 range of a parameter's shard, and its place in a flat tensor. Checkpoints read and write these in place.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

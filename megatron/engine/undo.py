@@ -4,8 +4,6 @@ An update that is skipped, or computed as a trial (audits, the noise scale), lea
 returns to a checkpoint sets all of it, to the checkpoint's values or a new run's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ The rules for contexts and continuations are the harness's own (`TemplateLM`). L
 left as by its Hugging Face backend. So a score equals that of `lm_eval --model hf` on the exported model.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ The launcher finds them before any rank starts. One is a tokenizer that is not t
 with.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

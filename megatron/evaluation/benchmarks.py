@@ -4,8 +4,6 @@
 Each task file includes the harness's own and names other data, so prompts, metrics and versions are the harness's.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import zipfile

@@ -1,7 +1,5 @@
 """Chooses checkpoints of a run, on rank 0 for all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

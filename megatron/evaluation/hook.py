@@ -1,7 +1,5 @@
 """Benchmark tasks during training, on the current weights. Training continues bitwise as without them."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -37,7 +35,7 @@ class TasksHook(Hook):
         self._scorer = Scorer.of_tasks(config, engine, world.mesh, world.device, texts)
 
     @classmethod
-    def of(cls, parts: HookContext) -> TasksHook | None:
+    def of(cls, parts: HookContext) -> "TasksHook | None":
         if not during_training(parts.config) or parts.engine is None or parts.world is None:
             return None
         return cls(parts.config, parts.engine, parts.world)
@@ -89,7 +87,7 @@ class ProbesHook(Hook):
         self._scorer = Scorer(config, engine, world.mesh, world.device, texts=config.training.micro_batch_size)
 
     @classmethod
-    def of(cls, parts: HookContext) -> ProbesHook | None:
+    def of(cls, parts: HookContext) -> "ProbesHook | None":
         if not parts.config.evaluation.probes or parts.engine is None or parts.world is None:
             return None
         return cls(parts.config, parts.engine, parts.world)

@@ -3,8 +3,6 @@
 The run itself is only read: its checkpoints, ledger and metrics stay unchanged.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import asdict

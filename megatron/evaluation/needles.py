@@ -4,8 +4,6 @@ A text has exactly the given number of tokens of the model's own tokenizer. It h
 and at the end a question for that number. Sentences, numbers and places follow from a seed, so nothing is loaded.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

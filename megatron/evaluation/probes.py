@@ -1,7 +1,5 @@
 """Probe sets: texts whose losses are recorded one by one. Without torch, so that a start can check them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ One rank asks, all ranks compute: the harness only runs on rank 0, and the other
 tokenised and results kept once, and the harness need not know any layout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -99,7 +97,7 @@ class Scorer:
     @classmethod
     def of_tasks(
         cls, config: Config, engine: Engine, mesh: Mesh, device: torch.device, texts: int, moves: bool = False
-    ) -> Scorer:
+    ) -> "Scorer":
         """A scorer for tasks, which reads as `evaluation` says.
 
         Args:

@@ -4,8 +4,6 @@ In multiple-choice tasks several endings follow the same text. Later tokens only
 after that text (keys and values, or a recurrent state), so each ending can begin from a copy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

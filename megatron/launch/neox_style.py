@@ -1,7 +1,5 @@
 """GPT-NeoX's own command line: `deepy.py train.py -d configs a b`, translated to the words that deepy.py knows."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from datetime import datetime

@@ -1,7 +1,5 @@
 """The launcher's own options. Nothing here loads the configuration: a shell asks for them at every tabulator."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import re

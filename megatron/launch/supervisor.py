@@ -1,7 +1,5 @@
 """One run from its first start to its end, with its restarts, and its memory, reported before devices are taken."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Peers that one command starts on this machine (`launch.peers`), each with a launcher of its own."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shlex

@@ -1,7 +1,5 @@
 """One layer of the stack: mixers, a feed-forward network, or both, added to the residual stream."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast

@@ -9,8 +9,6 @@ With sequence parallelism each tensor parallel rank has its share of every chunk
 parallelism, too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -36,7 +34,7 @@ class Chunks:
     cut: int = 1  # tensor parallel ranks that share the hidden state's positions
 
     @classmethod
-    def of(cls, config: Config) -> Chunks:
+    def of(cls, config: Config) -> "Chunks":
         training, parallel = config.training, config.parallel
         if training.sequence_chunks == 1:
             return cls()

@@ -1,7 +1,5 @@
 """Costs of layers. Every number shown to a user (parameters, FLOPs, memory) is a sum of these."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
@@ -26,5 +24,5 @@ class Counts:
     memory: int = 0  # elements of the state that are fp32 in every precision: the memory of a recurrence
     idle: int = 0  # parameters of experts that a token does not use
 
-    def __add__(self, other: Counts) -> Counts:
+    def __add__(self, other: "Counts") -> "Counts":
         return Counts(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))

@@ -1,7 +1,5 @@
 """Counts of a layer with experts in a step, for the engine, which knows no kind of layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -6,8 +6,6 @@ matrix whose rows and columns sum to 1, so that mixing cannot grow over the laye
 Shapes: B samples, s positions of this rank, n rows, H hidden.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

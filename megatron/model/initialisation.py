@@ -1,7 +1,5 @@
 """Initialisation schemes, per role of a matrix."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -83,7 +81,7 @@ class Initialisation:
         self.factors = factors or Parametrization()
         self.layers = options.layers or blocks
 
-    def at(self, index: int) -> Initialisation:
+    def at(self, index: int) -> "Initialisation":
         """The same for the block of this index."""
         return Initialisation(self.options, self.hidden_size, self.blocks, index, self.factors)
 

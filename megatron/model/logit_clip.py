@@ -1,7 +1,5 @@
 """QK-clip of MuonClip (Kimi Team 2025, arXiv 2507.20534): queries and keys shrink where their products are large."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

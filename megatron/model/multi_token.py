@@ -13,8 +13,6 @@ blocks of the stack, as there.
 Shapes: B samples, S positions of this rank's tensor parallel group, s of this rank, H hidden, K modules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Normalisation of the residual stream and of queries and keys. Statistics are fp32 for every type of the stream."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The class of a layer of some kind."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from torch import nn

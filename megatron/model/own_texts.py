@@ -4,8 +4,6 @@ Context parallel ranks have the same weights, so as replicas they continue diffe
 cut the residual stream along the sequence have all of it instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -17,8 +17,6 @@ keep their rate, and tensors whose inputs do not grow, and the head, have m time
 Decoupled weight decay is multiplied by the inverse of the rate's factor of width, so that the decay per step stays.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -45,7 +43,7 @@ class Parametrization:
     inside: bool = False  # for the tensors of a block
 
     @classmethod
-    def of(cls, model: ModelSection, optimizer: str = "adamw") -> Parametrization:
+    def of(cls, model: ModelSection, optimizer: str = "adamw") -> "Parametrization":
         """The parametrization of a resolved model, for an optimizer of this type."""
         own = model.parametrization
         if own.type == "standard":
@@ -56,7 +54,7 @@ class Parametrization:
         return cls(own.type, width, depth, own.depth_exponent, own.base_head_dim, optimizer == "sgd")
 
     @property
-    def in_block(self) -> Parametrization:
+    def in_block(self) -> "Parametrization":
         """The same for the tensors of a block."""
         return replace(self, inside=True)
 

@@ -1,7 +1,5 @@
 """The layers of each pipeline stage. The list of layers is: embedding, blocks, head."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from megatron.config import Config

@@ -6,8 +6,6 @@ coda reads norm(s_r). The first passes of a step run without gradients ("truncat
 Shapes: B samples, S positions of this rank's tensor parallel group, s of this rank, H hidden.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator, Sequence

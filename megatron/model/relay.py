@@ -8,8 +8,6 @@ other, and other layers at the same time.
 A repeated forward pass (recomputation) uses the states of the first pass, and sends none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any

@@ -3,8 +3,6 @@
 Shapes: B samples, s positions of this rank, H hidden.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """The whole model as a list of layers, and the part of it that one pipeline stage holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property

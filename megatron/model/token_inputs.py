@@ -8,8 +8,6 @@ All blocks share the weights of the norm of W e. A table per block, and not one 
 Shapes: B samples, S positions, s of this rank, H hidden, P channels of the input.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import cast
 

@@ -1,7 +1,5 @@
 """Objectives by name."""
 
-from __future__ import annotations
-
 from megatron.config import Config
 from megatron.config.features.objective_kind import ObjectiveKind
 from megatron.config.parts import resolve_import

@@ -1,7 +1,5 @@
 """Functions compiled by torch, and the plain ones where the compiler fails."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 from warnings import warn

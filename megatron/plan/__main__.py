@@ -4,8 +4,6 @@ FILE is the resolved configuration ("-": standard input), DEVICE a device's name
 nothing is known of the device.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

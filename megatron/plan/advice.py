@@ -1,7 +1,5 @@
 """The answers of a search for people and for programs, with warnings, and reasons and changes of what does not fit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -232,7 +230,7 @@ class Cost:
     price: float | None  # in the currency of the price per device and hour, None without a price
 
     @classmethod
-    def of(cls, answers: Answers, plan: Plan, price: float | None) -> Cost:
+    def of(cls, answers: Answers, plan: Plan, price: float | None) -> "Cost":
         question = answers.question
         seconds = question.seconds(plan)
         hours = seconds / 3600 * question.at.devices

@@ -1,7 +1,5 @@
 """A layout to be judged: the choices that a search makes, as values of a configuration. No torch."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, fields
 from typing import Any

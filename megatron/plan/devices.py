@@ -1,7 +1,5 @@
 """Devices and networks that a plan can assume. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -114,7 +112,7 @@ class Cluster:
     def hosts(self) -> int:
         return -(-self.devices // self.per_host)
 
-    def sized(self, devices: int) -> Cluster:
+    def sized(self, devices: int) -> "Cluster":
         """The same machine with another number of devices."""
         return replace(self, devices=devices, per_host=min(self.per_host, devices))
 

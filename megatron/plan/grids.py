@@ -9,8 +9,6 @@ The script that was published with the paper (comm_model.py of Megatron-AxoNN) e
 writes the stream. That changes the down projection, whose `in` is several times its `out`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -5,8 +5,6 @@ tiles fill the last wave of the device's units. They should be split as little a
 that keeps the number of parameters within 2 %, with its predicted gain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain

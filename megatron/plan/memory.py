@@ -10,8 +10,6 @@ textbook's figures, which differ):
 Stage i of p holds min(p - i, m) micro-batches at a time (1F1B).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

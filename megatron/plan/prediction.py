@@ -5,8 +5,6 @@ predicted and measured needs to a file of the user (`history_file`). With enough
 are multiplied by the median ratio of measured to predicted.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Plans over numbers of devices, plans for a budget, and the cost of failures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import expm1, inf

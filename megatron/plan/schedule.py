@@ -1,7 +1,5 @@
 """A pipeline schedule as text and as a picture, with its bubble and the micro-batches that ranks keep."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Predictions against published speeds of runs: the fit of efficiencies, and the remaining errors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache

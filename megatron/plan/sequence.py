@@ -1,7 +1,5 @@
 """Messages of ranks that share a sequence for one layer, in closed form (docs/long_context.md has the derivation)."""
 
-from __future__ import annotations
-
 from math import lcm
 from typing import Any, NamedTuple
 

@@ -7,8 +7,6 @@ On a CPU the phases of a step measure the work itself. A GPU works asynchronousl
 a trace or from the formulas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property

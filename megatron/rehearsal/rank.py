@@ -1,7 +1,5 @@
 """One rank's rehearsal: build its engine and make two steps, observed by a ledger and a recorder."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

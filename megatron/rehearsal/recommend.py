@@ -4,8 +4,6 @@ The plan's formulas propose layouts, the fastest first, and a rehearsal decides.
 results with a digest of the configuration's values. A row is computed again if they have changed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator

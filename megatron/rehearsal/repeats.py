@@ -5,8 +5,6 @@ determine the cost of a call. The first call is run and its counts are noted: op
 bytes, and the form of its results. For the others the note is counted, and results of the same form are made.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ FLOPs and bytes explain a tenth of a step in small models. A rehearsal counts bo
 measures the cost of each, by runs whose counts differ.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

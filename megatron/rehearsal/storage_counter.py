@@ -5,8 +5,6 @@ all counted. A storage counts from the operation that returns it until torch fre
 last resized. The ledger works on tensors with and without values. It does not see temporary memory inside a kernel.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -112,7 +110,7 @@ class StorageCounter(TorchDispatchMode):
             self._later.clear()
         return result
 
-    def __enter__(self) -> StorageCounter:
+    def __enter__(self) -> "StorageCounter":
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

@@ -4,8 +4,6 @@ A log must not end a run: pieces that cannot be written wait in memory, up to a 
 space again. The user gets a warning at the beginning and at the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -4,8 +4,6 @@ Each rank writes `<run.dir>/communication/rank_<r>.jsonl`: a line about the rank
 account differs from the previous line's. Most runs send the same messages in every step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

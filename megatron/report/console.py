@@ -1,7 +1,5 @@
 """The console: a line per logged step and, on a terminal, a progress bar below lines that fit its width."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

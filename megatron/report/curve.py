@@ -1,7 +1,5 @@
 """Pictures and the closing summary of a run, from its metrics.jsonl: losses, also in a terminal, and experts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,7 +110,7 @@ class History:
     abandoned: list[Points] = field(default_factory=list)
 
     @classmethod
-    def read(cls, path: str | Path) -> History:
+    def read(cls, path: str | Path) -> "History":
         """Read a metrics.jsonl.
 
         Raises:

@@ -1,7 +1,5 @@
 """Pictures in files. matplotlib is only imported to draw, without its global state."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ line: `step` is the number of updates before it, and the loss is that of the wei
 `step`. Any other line (a validation line) is about the weights after `step` updates.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -64,7 +62,7 @@ class MetricsFile:
         self._file = AppendFile(self.path)
 
     @classmethod
-    def of(cls, parts: SinkParts) -> MetricsFile:
+    def of(cls, parts: SinkParts) -> "MetricsFile":
         return cls(parts.folder / "metrics.jsonl")
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -10,8 +10,6 @@ since the epoch), `attempt`, `completed` updates, and the seconds of each kind, 
 end. After a resume the same steps may come again: the weights saw the batch of the last entry about a step.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

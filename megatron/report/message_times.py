@@ -1,7 +1,5 @@
 """Durations of a run's messages, and their share hidden behind computation in two runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -71,7 +69,7 @@ class StepTimes:
     @classmethod
     def of(
         cls, accounts: Mapping[int, RankAccount], step: int | None, curves: tuple[CostCurve, ...] = ()
-    ) -> StepTimes | None:
+    ) -> "StepTimes | None":
         """Of a step, or of the last step that all these ranks have timed. None if there is none."""
         both = set.intersection(*(set(each.times) for each in accounts.values()))
         if not both or (step is not None and step not in both):
@@ -227,7 +225,7 @@ class TimedSteps:
     shares: Mapping[tuple[str, ...], Shares]  # by phase, group, operation and type
 
     @classmethod
-    def of(cls, run: str, accounts: Mapping[int, RankAccount]) -> TimedSteps:
+    def of(cls, run: str, accounts: Mapping[int, RankAccount]) -> "TimedSteps":
         """From the accounts of a run.
 
         Raises:

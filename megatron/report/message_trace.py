@@ -5,8 +5,6 @@ part of a message until the last rank came is a slice `waiting` inside it, and a
 format is Chromium's "Trace Event Format".
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,7 +103,7 @@ def write_trace(path: str | Path, steps: dict[int, dict[int, dict[str, Any]]]) -
 
 
 def _events(
-    record: dict[str, Any], step: int, rank: int, zero: int, threads: _Threads, arrows: _Arrows
+    record: dict[str, Any], step: int, rank: int, zero: int, threads: "_Threads", arrows: "_Arrows"
 ) -> Iterator[dict[str, Any]]:
     thread = threads.find(rank, "phases")
     for name, begin, end in sorted(record["spans"], key=lambda span: (span[1], -span[2])):

@@ -4,8 +4,6 @@ Dense rates (no sparsity) of matrix units with fp32 accumulation, per device as 
 sheets. An MI250X card is two devices to torch, so its rate is half the card's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 # Words that a device's name must contain (lower case), and TFLOP/s by type. The first row that fits counts, so

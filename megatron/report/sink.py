@@ -1,7 +1,5 @@
 """The contract of metrics sinks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run's directory, opened for writing: sinks, console and ledger. Only rank 0 has sinks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

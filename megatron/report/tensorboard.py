@@ -1,7 +1,5 @@
 """The TensorBoard sink, and names of numbers that TensorBoard and W&B group by the part before the first `/`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +66,7 @@ class TensorBoard:
             self.write(record)
 
     @classmethod
-    def of(cls, parts: SinkParts) -> TensorBoard | None:
+    def of(cls, parts: SinkParts) -> "TensorBoard | None":
         if not parts.config.logging.tensorboard:
             return None
         return cls(parts.folder / "tensorboard", parts.start, evaluations_at(parts))

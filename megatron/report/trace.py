@@ -5,8 +5,6 @@ CPU an operation's time is its own, without the operations that it calls. On a G
 rest is time without a kernel.
 """
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,7 +40,7 @@ class TraceTimes:
     flops: float = 0.0  # of the matrix products, without recomputed ones
     device: bool = False  # whether kernels of a device were counted
 
-    def __add__(self, other: TraceTimes) -> TraceTimes:
+    def __add__(self, other: "TraceTimes") -> "TraceTimes":
         seconds = {name: own + other.seconds[name] for name, own in self.seconds.items()}
         return TraceTimes(
             self.steps + other.steps,

@@ -4,8 +4,6 @@
 trunk has saved that checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

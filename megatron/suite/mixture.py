@@ -4,8 +4,6 @@ The suite of tiny runs is RegMix's (Liu et al., 2024). It has random weights, a 
 the mean of the weights with the best predictions. It assumes that mixtures keep their order from small models to large.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +109,7 @@ class Regression:
     held_out: float  # rank correlation of predicted and measured losses of the runs that the fit did not see, float
 
     @classmethod
-    def of(cls, weights: np.ndarray, losses: np.ndarray, seed: int = 0, held: float = 0.25) -> Regression:
+    def of(cls, weights: np.ndarray, losses: np.ndarray, seed: int = 0, held: float = 0.25) -> "Regression":
         """Fit to measured runs. The held-out check is a fit to the others, and the result is a fit to all.
 
         Args:

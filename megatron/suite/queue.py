@@ -1,7 +1,5 @@
 """Training the runs of a suite: some at a time on this machine, or as an array of jobs in Slurm."""
 
-from __future__ import annotations
-
 import shlex
 import signal
 import subprocess

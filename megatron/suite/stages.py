@@ -6,8 +6,6 @@ manifest names everything that a stage follows from, and a stage is done again o
 these facts from its start, so a training does not resume after something that it follows from has changed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Output of the suite tool: its plan, its progress, and its results with their spread over seeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of a kind's declarations: decoding against whole sequences, counts against torch's own."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any

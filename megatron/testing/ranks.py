@@ -5,8 +5,6 @@ from it once. They run the functions they receive, each in a new process group. 
 traceback. Its world is then discarded, since its peers may be stuck in a collective.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -1,7 +1,5 @@
 """Algorithms of a run's collectives: sums in shared memory of a host, and a table that is checked against the job."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -8,8 +8,6 @@ A request is a word that one rank sends to all, such as "SIGTERM arrived here". 
 all decide alike. The sums stay on the device until they are read.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Samples of the model during training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

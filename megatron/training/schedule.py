@@ -8,8 +8,6 @@ Sources: cosine and linear, Loshchilov & Hutter 2017. Inverse square root, Vaswa
 decay), Hu et al. 2024. infinite (warmup, cooldown, constant, annealing), Ibrahim et al. 2024, arXiv 2403.08763.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ class SchedulePeriods:
     decay: int
 
     @classmethod
-    def of(cls, config: Config) -> SchedulePeriods:
+    def of(cls, config: Config) -> "SchedulePeriods":
         """Raises ValueError for an unresolved configuration without an end or a decay length."""
         schedule = config.schedule
         if schedule.steps is None:

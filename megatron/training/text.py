@@ -1,8 +1,6 @@
 """Open a checkpoint of any layout and continue texts, for generate.py. Several processes can share the keys of a
 long text."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """The training loop. Everything outside the steps is in hooks, called at the lines shown here."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +39,7 @@ class Looks:
         pace: seconds of a step, equal on all ranks. None if unknown.
     """
 
-    def __init__(self, trainer: Trainer, step: int, pace: float | None) -> None:
+    def __init__(self, trainer: "Trainer", step: int, pace: float | None) -> None:
         self._trainer, self._step, self._pace = trainer, step, pace
         self._begin = time.monotonic()
         self._finishing = False

@@ -1,7 +1,5 @@
 """This process among the others: device, process group, mesh, and communicators for checkpoints. Its wall time."""
 
-from __future__ import annotations
-
 import os
 import time
 import warnings
@@ -41,7 +39,7 @@ class WallTime:
     attempt: int = 0  # number of earlier starts, which failed
 
     @classmethod
-    def of(cls, beacon: Beacon, attempt: int, environment: Mapping[str, str] = os.environ) -> WallTime:
+    def of(cls, beacon: Beacon, attempt: int, environment: Mapping[str, str] = os.environ) -> "WallTime":
         """From the launcher's start of this process. Without a launcher, from the start of the process."""
         now, age = time.time(), time.monotonic() - beacon.born
         try:

@@ -1,7 +1,5 @@
 """Inject faults, drawn from a seed, into a run until it ends. Its end must equal that of an undisturbed run."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Faults of a run, one function each: it damages a `TrialJob` and returns a description of its target."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

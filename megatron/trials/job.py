@@ -1,7 +1,5 @@
 """A training run as a process of its own. Trials start it, watch it, damage it and start it again."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

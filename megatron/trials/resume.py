@@ -4,8 +4,6 @@ Three runs of the same configuration: an undisturbed one, one that is killed in 
 that resumes from the same checkpoint on another layout.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

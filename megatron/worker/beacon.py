@@ -8,8 +8,6 @@ The place (step, phase, ...) is written to two slots in turn, between two copies
 differ is being written. The other one then has the place before, also where the rank is stopped in the middle.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import mmap
 import os
@@ -139,7 +137,7 @@ class Beacon:
         _HEAD.pack_into(self._memory, 0, _MARK, os.getpid(), 0)
 
     @classmethod
-    def inherited(cls, environment: MutableMapping[str, str] = os.environ) -> Beacon:
+    def inherited(cls, environment: MutableMapping[str, str] = os.environ) -> "Beacon":
         """The beacon that the agent made for this rank, with answers to its questions for stacks, or our own without an
         agent. The descriptors are not passed on to this process's own children."""
         numbers = [environment.pop(name, "") for name in (BEACON, STACKS)]

@@ -1,7 +1,5 @@
 """The accelerators of this machine, found without torch: the devices that a rank sees, and the cores near them."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

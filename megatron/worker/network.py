@@ -1,7 +1,5 @@
 """Addresses of this machine, and the network that all hosts of a run share."""
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import socket

@@ -1,7 +1,5 @@
 """A worker's place in the world, however it was started: by the agent, torchrun, srun, mpirun, or by hand."""
 
-from __future__ import annotations
-
 import os
 import re
 import zlib

@@ -1,7 +1,5 @@
 """The lock that one run holds on a folder of checkpoints: torch-free, since the launcher reads it too."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import cache
@@ -20,6 +21,7 @@ import pytest
 
 from megatron.config import rules, to_yaml
 from megatron.config.kind import LayerKind, kinds_of
+from megatron.config.problems import Problem
 from megatron.config.resolution import combine
 from megatron.config.rule_context import Check, RuleContext
 from megatron.config.source.layers import ConfigSource
@@ -194,7 +196,7 @@ def rule_functions() -> dict[str, object]:
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__
         and "<locals>" not in function.__qualname__
-        and inspect.signature(function).return_annotation == "Iterator[Problem]"
+        and inspect.signature(function).return_annotation in (Iterator[Problem], "Iterator[Problem]")
     }
     return written
 

@@ -1,7 +1,5 @@
 """The exchange of small facts between ranks that save or load together."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress

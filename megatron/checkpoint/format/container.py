@@ -6,8 +6,6 @@ safetensors reader opens it. The library's own writer needs all tensors in memor
 Files of `torch.save` are read too. Pickles can run code, so any object in them that is no tensor is refused.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -153,7 +151,7 @@ class Inert:
 
     arguments: tuple[Any, ...]
 
-    def __new__(cls, *arguments: Any) -> Inert:
+    def __new__(cls, *arguments: Any) -> "Inert":
         made = super().__new__(cls)
         made.arguments = arguments
         return made

@@ -1,7 +1,5 @@
 """Crash-safe file operations (a file is on the disk when a call returns, or absent), and names of checkpoints."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`CheckpointError` carries all problems found, not only the first."""
 
-from __future__ import annotations
-
 import errno
 import json
 import re

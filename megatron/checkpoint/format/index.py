@@ -9,8 +9,6 @@ batch, the sorted batches wait in an unnamed temporary file. The table is then m
 time.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile
@@ -225,7 +223,7 @@ class Merged:
         """Rows."""
         return int(self._bounds[-1])
 
-    def __enter__(self) -> Merged:
+    def __enter__(self) -> "Merged":
         return self
 
     def __exit__(

@@ -9,8 +9,6 @@ block, whose checksum is the root. To verify a range, its blocks and one block o
 levels for a gigabyte. The levels follow the content, the lowest first.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import weakref
@@ -156,7 +154,7 @@ class IndexSeal:
     root: str  # of the hash tree
 
     @classmethod
-    def from_dict(cls, values: dict) -> IndexSeal:
+    def from_dict(cls, values: dict) -> "IndexSeal":
         """A seal as read from a file.
 
         Raises:

@@ -5,8 +5,6 @@ In format 1, which version 0.1.0 wrote, the manifest lists the file of every ran
 checksums of its parts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import mmap
@@ -86,7 +84,7 @@ class Meta:
         return json.dumps({**asdict(self), "config_hash": self.config_hash}, indent=1).encode()
 
     @classmethod
-    def from_bytes(cls, text: bytes, subject: object) -> Meta:
+    def from_bytes(cls, text: bytes, subject: object) -> "Meta":
         """Read the output of `to_bytes`.
 
         Raises:
@@ -162,7 +160,7 @@ class Part:
     checksum: str
 
     @classmethod
-    def from_dict(cls, values: dict) -> Part:
+    def from_dict(cls, values: dict) -> "Part":
         part = cls(**values)
         if type(part.size) is not int or type(part.checksum) is not str:
             raise ValueError(f"no part of a checkpoint: {values!r}")

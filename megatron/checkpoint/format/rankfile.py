@@ -1,7 +1,5 @@
 """The file of one rank: its fragments one after the other, then a table of them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +49,7 @@ class FileRecord:
         return file_name(self.rank)
 
     @classmethod
-    def from_dict(cls, values: dict) -> FileRecord:
+    def from_dict(cls, values: dict) -> "FileRecord":
         """A record as read from a file.
 
         Raises:

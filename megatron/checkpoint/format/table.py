@@ -1,7 +1,5 @@
 """Fragments as rows of a table, in files and in the index."""
 
-from __future__ import annotations
-
 import json
 from math import prod
 from typing import Any
@@ -111,7 +109,7 @@ class Vocabulary:
         return json.dumps({"tensors": [tensor_to_dict(tensor) for tensor in self.tensors], "states": self.states})
 
     @classmethod
-    def from_json(cls, text: str) -> Vocabulary:
+    def from_json(cls, text: str) -> "Vocabulary":
         values = json.loads(text)
         return cls([tensor_from_dict(item) for item in values["tensors"]], list(values["states"]))
 

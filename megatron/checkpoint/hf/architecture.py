@@ -4,8 +4,6 @@ An architecture is described once, in a file of `architectures/` or in a user's 
 Only `megatron/config/registry.py` names it (role `architecture`).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -7,8 +7,6 @@ Version 5 of transformers has all rotary options in `rope_parameters`, writes in
 other names for the layers of hybrids. Version 4 silently takes defaults for them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -142,7 +140,7 @@ class Companions:
     dtype: str  # of most of its weights
 
     @classmethod
-    def read(cls, folder: Path, section: TokenizerSection, dtype: str) -> Companions:
+    def read(cls, folder: Path, section: TokenizerSection, dtype: str) -> "Companions":
         """Read a folder.
 
         Raises:
@@ -156,7 +154,7 @@ class Companions:
         return cls(str(folder.absolute()), _settings(folder, "config.json"), generation, files, known, dtype)
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any], subject: object) -> Companions | None:
+    def of(cls, extra: Mapping[str, Any], subject: object) -> "Companions | None":
         """From a checkpoint's meta data. None if its run started from no imported model."""
         if IMPORTED not in extra:
             return None

@@ -4,8 +4,6 @@ Limits of an architecture are found without a list of them. Our section is conve
 back, and every option that then computes something else is reported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversion tensor by tensor: sets of tensors that belong together, and checks for missing and extra ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

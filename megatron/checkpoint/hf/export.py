@@ -1,7 +1,5 @@
 """Export a checkpoint of any layout as a folder that transformers opens, and verify the conversion."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import Counter

@@ -1,7 +1,5 @@
 """Convert a Hugging Face model to a checkpoint, from which a run can be initialised."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Our base options belong to layers without a window. Others are variants: `sliding`, `nope`, `nope_sliding`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ head ([n, 3, D]) on every rank, as in GPTNeoXForCausalLM, so the shards are conc
 files.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -16,8 +16,6 @@ Version 2 later renamed the matrices of the MLP. The masters and states:
 Model parallel ranks are ordered by pipeline stage, then by tensor parallel rank.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ RWKV-5 (x052), RWKV-6 (x060) and RWKV-7 (x070). The links are the Hugging Face t
 [1, 1, C] and [heads, head_dim] there, and matrices of low rank are [inputs, outputs].
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The hosts of a run, private folders on them, and files that are sent from host to host."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import socket
@@ -32,10 +30,10 @@ class Hosts:
     names: tuple[str, ...]
     rank: int
     talk: Communicator  # of all ranks, for the main thread
-    courier: Courier | None  # sends files from host to host. None in a run of one process.
+    courier: "Courier | None"  # sends files from host to host. None in a run of one process.
 
     @classmethod
-    def of(cls, talk: Communicator, device: torch.device | str) -> Hosts:
+    def of(cls, talk: Communicator, device: torch.device | str) -> "Hosts":
         """All ranks call it."""
         courier = Courier(talk.rank, device) if talk.size > 1 else None
         return cls(tuple(talk.gather(host_name())), talk.rank, talk, courier)

@@ -5,8 +5,6 @@ merges them, and sends the result along a binary tree of hosts. No host holds mo
 each host's first rank takes part.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import uuid
@@ -157,7 +155,7 @@ def verify(found: FoundSave, folder: Path, key: str, hosts: Hosts) -> Verified:
     return Verified(part, holders, list(dict.fromkeys(each for _, told in everything for each in told)))
 
 
-def gather(found: FoundSave, level: str, folder: Path, key: str, hosts: Hosts) -> GatheredCheckpoint:
+def gather(found: FoundSave, level: str, folder: Path, key: str, hosts: Hosts) -> "GatheredCheckpoint":
     """Open a save of all hosts. Every rank calls it.
 
     Raises:

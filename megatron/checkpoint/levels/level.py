@@ -4,8 +4,6 @@ A host's part is a checkpoint like any other, with an index and a manifest of it
 files all hosts have. With neighbours a host also has the files of the hosts before it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import uuid

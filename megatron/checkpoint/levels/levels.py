@@ -1,7 +1,5 @@
 """The levels of a run: their folders on this host, and the newest complete save of all levels."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

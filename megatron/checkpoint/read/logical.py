@@ -1,7 +1,5 @@
 """Logical tensors as streams of values, a chunk at a time. Content of a checkpoint, and difference of two."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator

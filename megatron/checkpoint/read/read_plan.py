@@ -1,7 +1,5 @@
 """The read plan: the stored bytes that make up a wanted range, and their copies into memory."""
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence

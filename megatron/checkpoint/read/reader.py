@@ -1,7 +1,5 @@
 """Read a checkpoint: verify it, list it, and fill any fragment of any layout."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections import Counter
@@ -37,7 +35,7 @@ IMPLIED = {TRAINED: MASTER}  # reading the key makes reading the value unnecessa
 
 def open_checkpoint(
     path: str | Path, *, verify: str = "sizes", communicator: Communicator = SOLO, threads: int = 4
-) -> Checkpoint:
+) -> "Checkpoint":
     """Open a checkpoint, on every rank of the communicator.
 
     Args:
@@ -111,7 +109,7 @@ class Checkpoint:
         """(tensor name, state) -> type, of everything stored."""
         return {key: DTYPES[name] for key, name in self.index.stored().items()}
 
-    def averaged(self) -> Checkpoint:
+    def averaged(self) -> "Checkpoint":
         """The same checkpoint with the average of the weights in place of the weights.
 
         Raises:

@@ -1,7 +1,5 @@
 """When to save: functions of the step and of time, with equal answers on all ranks."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterable
 from typing import Any
@@ -65,7 +63,7 @@ class StopSignals:
         self._signals = tuple(number for number in signals if signal.getsignal(number) != signal.SIG_IGN)
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> "StopSignals":
         self._previous = {number: signal.signal(number, self._remember) for number in self._signals}
         return self
 

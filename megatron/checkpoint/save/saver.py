@@ -1,7 +1,5 @@
 """The trainer's saves: in the foreground or the background, then upload and retention."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -3,8 +3,6 @@
 One run writes to a folder at a time.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Copy checkpoints to and from any fsspec URL (s3://, gs://, file://, memory://), with retries."""
 
-from __future__ import annotations
-
 import queue
 import shutil
 import threading

@@ -6,8 +6,6 @@ travels between ranks. A killed run leaves a directory whose name is not a check
 on all, and earlier checkpoints stay as they were.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
@@ -103,7 +101,7 @@ class Draft:
         self.root = leftover_name(target, "tmp", token)
 
     @classmethod
-    def begin(cls, target: Path, communicator: Communicator = SOLO) -> Draft:
+    def begin(cls, target: Path, communicator: Communicator = SOLO) -> "Draft":
         """Make the directory on rank 0, and share its name."""
         answer = None
         if communicator.rank == 0:

@@ -3,8 +3,6 @@
 No torch. Sizes are nccl-tests' S.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -83,7 +81,7 @@ class AlgorithmTable:
         return {**self.facts, "table": rows}
 
     @classmethod
-    def of(cls, document: Any) -> AlgorithmTable:
+    def of(cls, document: Any) -> "AlgorithmTable":
         """What `document` gave.
 
         Raises:

@@ -4,8 +4,6 @@
 other code asks this file for the first sample of a step: it is the sum of the batches before it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import struct
@@ -52,7 +50,7 @@ class Batches:
         stage = bisect_right(self._firsts, sample) - 1
         return self.begins[stage] + (sample - self._firsts[stage]) // self.sizes[stage]
 
-    def times(self, shares: int) -> Batches:
+    def times(self, shares: int) -> "Batches":
         """The batches of this number of runs that read as much each."""
         return Batches(tuple(size * shares for size in self.sizes), self.begins)
 

@@ -1,8 +1,6 @@
 """Parts of this machine that a run needs: a GPU, folders that can be written, programs. Torch is not asked: importing
 it takes seconds."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Costs of pipeline schedules: bubbles, and micro-batches whose activations are kept."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ Sources: PipeDream-Flush (arXiv:2006.09503) for 1F1B, Megatron-LM (arXiv:2104.04
 al. (arXiv:2401.10241, arXiv:2405.15362) for ZB-H1 and ZB-V, DeepSeek-AI and Sea AI Lab (2025) for DualPipe-V.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ class Instruction(NamedTuple):
     micro_batch: int
 
     @property
-    def result(self) -> Instruction:
+    def result(self) -> "Instruction":
         """The instruction under which others find its result: I passes a gradient on, as B does."""
         return self._replace(kind=BACKWARD) if self.kind == INPUTS else self
 

@@ -3,8 +3,6 @@
 Torch and the readers are not imported: a start lists the shards before any process exists.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """How many ids a tokenizer has, read from its files, so that `model.vocab_size` is known before a process starts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """GPT-NeoX's model keys."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from typing import Any
 

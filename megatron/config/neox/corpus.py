@@ -1,7 +1,5 @@
 """GPT-NeoX's keys of data and tokenizers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .post_training import OBJECTIVES, trained

@@ -1,7 +1,5 @@
 """GPT-NeoX's keys of parallelism, ZeRO, recomputation, launching and DeepSpeed."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from pathlib import Path

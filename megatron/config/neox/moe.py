@@ -1,7 +1,5 @@
 """GPT-NeoX's keys of mixtures of experts, with the meaning that its dropless layer gives them, and of muP."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .reader import Flat, Native

@@ -1,7 +1,5 @@
 """GPT-NeoX's keys of checkpoints, evaluation during training, logs and profiles."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .post_training import trained

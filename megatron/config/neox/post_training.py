@@ -1,7 +1,5 @@
 """GPT-NeoX's keys of preferences, reward models and REINFORCE. It pairs documents of two files by number too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .reader import Flat, Native

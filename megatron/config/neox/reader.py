@@ -1,7 +1,5 @@
 """Reading flat keys with their types, writing native ones with their origins, and the result of a translation."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

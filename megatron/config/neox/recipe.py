@@ -1,7 +1,5 @@
 """GPT-NeoX's keys of batches, steps, optimizer, learning rate and number formats."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -1,7 +1,5 @@
 """GPT-NeoX keys without effect here, and keys that are refused unless they have a value that changes nothing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Translating flat GPT-NeoX documents: merge, classify, translate, account for every key, and write native YAML."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import textwrap

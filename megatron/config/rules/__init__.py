@@ -4,8 +4,6 @@ A file has them as functions with that signature and, where one expression is en
 has rules of a start: data, tokenizers and checkpoints exist. A tool that shows or counts a model skips them. Rules of a
 kind of layer are in its folder (`kind.LayerKind`)."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -27,7 +25,7 @@ def _written(module: ModuleType) -> list[Rule]:
     """The rules of a module: its functions in the order of the file, then its table."""
     functions = (each for each in vars(module).values() if inspect.isfunction(each))
     own = (each for each in functions if each.__module__ == module.__name__)
-    rules = (each for each in own if each.__annotations__.get("return") == "Iterator[Problem]")
+    rules = (each for each in own if each.__annotations__.get("return") == Iterator[Problem])
     return [*rules, *getattr(module, "CHECKS", ())]
 
 

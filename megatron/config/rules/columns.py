@@ -1,7 +1,5 @@
 """Columns of tensor parallel ranks, which cut the channels of the residual stream."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

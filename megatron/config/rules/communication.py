@@ -1,7 +1,5 @@
 """Messages between ranks: islands, compression, and a table of algorithms for this job."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ..arithmetic.algorithm_table import read_table

@@ -2,8 +2,6 @@
 
 All figures are lower bounds: activations, buffers, and layers without a short formula come on top."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
@@ -34,7 +32,7 @@ class WeightCounts:
     experts: int
 
     @classmethod
-    def of(cls, context: RuleContext) -> WeightCounts:
+    def of(cls, context: RuleContext) -> "WeightCounts":
         model, dense, experts = context.config.model, 0, 0
         width = model.hidden_size
         dense += (model.vocab_size or 0) * width * (1 if model.embedding.tied else 2)

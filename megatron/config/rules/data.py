@@ -1,7 +1,5 @@
 """The data that the run reads: sources, files, tokens, span corruption, and data to evaluate with."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby

@@ -1,7 +1,5 @@
 """The raw `deepspeed:` section: options that DeepSpeed 0.19.8 no longer has, and options that the engine sets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ..arithmetic import machine

@@ -1,7 +1,5 @@
 """Rules of options that only GPUs have: kernels of attention, CUDA graphs, products that overlap with messages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

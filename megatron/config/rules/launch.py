@@ -1,7 +1,5 @@
 """Where the run starts: hosts, runners and containers that fit together."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path as File

@@ -1,7 +1,5 @@
 """Sizes of the layout: tensor, pipeline, sequence, ZeRO, offloading."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The model: names that stand for something, its pattern and vocabulary, recurrence, parametrization."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from megatron.config.problems import uniform_counts

@@ -1,7 +1,5 @@
 """The run's objective: keys that it reads, its options, and its own rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ..features.objective_kind import objective_kind, objectives_inside

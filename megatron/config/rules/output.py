@@ -1,7 +1,5 @@
 """Checkpoints, their levels, and logs: where a run starts, and what it keeps."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path as File

@@ -1,7 +1,5 @@
 """Batches and their stages, precision, optimizer and evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ..arithmetic import machine

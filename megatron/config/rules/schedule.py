@@ -1,7 +1,5 @@
 """The learning rate schedule: its parts fit into its steps, once each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ..arithmetic.batches import batches_of

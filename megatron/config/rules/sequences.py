@@ -1,7 +1,5 @@
 """Lengths of sequences: ranks that share them, chunks of them, and stages of lengths."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Training from a stream of texts: its files, its tokenizer, and options that need all tokens before the start."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path as File

@@ -1,7 +1,5 @@
 """Distillation: the teacher exists, reads the same tokens, and fits the layout."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from pathlib import Path as File

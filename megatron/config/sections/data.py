@@ -1,7 +1,5 @@
 """Data of the run: token files, their order and blend, and the tokenizer."""
 
-from __future__ import annotations
-
 import contextlib
 from hashlib import blake2b
 from pathlib import PurePath

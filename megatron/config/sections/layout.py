@@ -1,7 +1,5 @@
 """How the run is cut over ranks, in which precision, and with which DeepSpeed stage."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from ..registry import RUNNER

@@ -1,7 +1,5 @@
 """The model: the layer pattern, the options of each layer kind, initialisation."""
 
-from __future__ import annotations
-
 import math
 from typing import TYPE_CHECKING, Any, Literal
 

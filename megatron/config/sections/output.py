@@ -1,7 +1,5 @@
 """Output of the run: checkpoints, evaluation, logs, profiles."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from ..features.feature import extended

@@ -1,7 +1,5 @@
 """How the model learns: steps and batches, optimizer, schedule, objective."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from ..arithmetic.batches import Uncounted, steps_of_epochs

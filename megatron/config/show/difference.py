@@ -1,7 +1,5 @@
 """How two configurations differ, by meaning: resolved values are compared, wherever and however they were written."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The documentation and the editors' JSON schema, generated from the schema, and one key in full."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from dataclasses import dataclass

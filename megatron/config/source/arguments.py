@@ -1,7 +1,5 @@
 """The words after a script's name: configuration files, overrides, and what is the script's own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The extensions of a configuration: modules in `model.extensions`, and installed ones that offer its names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Files and overrides in the order in which they are merged, with short forms and flat files of GPT-NeoX translated."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path as File

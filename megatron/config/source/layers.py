@@ -1,7 +1,5 @@
 """Where a value came from, one source of values with the place of each, and how sources are merged."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Unknown keys, wrong types and values out of range: the schema's own complaints in the user's words."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ PyYAML follows YAML 1.1, where `1e-8` is text, `no` is False, `010` is 8, `1:30`
 wins in silence. Here numbers are numbers, only true and false are booleans, and what is ambiguous is a problem.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path as File

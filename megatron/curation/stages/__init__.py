@@ -1,7 +1,5 @@
 """The stages that a recipe may name."""
 
-from __future__ import annotations
-
 from . import classifier, datatrove_filters, duplicates, language, texts
 from .contract import StageKind
 

@@ -1,7 +1,5 @@
 """A score of a text by a classifier: of transformers, of fastText, or of words, made of two sets of texts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec

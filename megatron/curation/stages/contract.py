@@ -1,7 +1,5 @@
 """A kind of stages: options, rules about them, and work on one document, or keys by which documents are compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Filters of datatrove, with its formulas and defaults. Words are split by one regular expression in all languages."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

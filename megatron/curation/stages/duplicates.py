@@ -3,8 +3,6 @@
 Decontamination: documents that share n-grams of words with an evaluation set.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The language of a text: by a fastText model, or by common words and alphabets where there is none."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from functools import cache

@@ -1,7 +1,5 @@
 """Stages that change, search or rate a text by itself: runs, personal data, lists of terms, signals, thresholds."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Callable, Iterable, Iterator

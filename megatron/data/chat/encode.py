@@ -1,7 +1,5 @@
 """Conversations and chat templates: find, render, locate the characters of the assistant, encode to ids and labels."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Files of conversations to a token file and its label file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Encode the texts of a chunk in a worker, and choose the encoder."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Operations on whole token files: merge, split, add checksums, inspect."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

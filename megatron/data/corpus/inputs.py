@@ -4,8 +4,6 @@ An input is read as chunks in a fixed order. A chunk is raw data, which workers 
 can resume at the end of any chunk.
 """
 
-from __future__ import annotations
-
 import bz2
 import contextlib
 import glob

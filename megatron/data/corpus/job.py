@@ -5,8 +5,6 @@ seconds the parts are flushed to the disk, and then `.progress` records their va
 parts to these lengths and continues reading from there.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

@@ -1,7 +1,5 @@
 """Progress of a tokenizing job: its counters, the file to resume from, and the line for the user."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -35,7 +33,7 @@ class Progress:
         replace_file(path, json.dumps(asdict(self)), durable=True)
 
     @classmethod
-    def load(cls, path: Path, key: str) -> Progress | None:
+    def load(cls, path: Path, key: str) -> "Progress | None":
         """The progress of an earlier run of the same job, or None.
 
         Raises:

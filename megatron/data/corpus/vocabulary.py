@@ -5,8 +5,6 @@ keeps its meaning, and so do the rows of an embedding. The old merges come first
 merges then join the pieces.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections import Counter, defaultdict

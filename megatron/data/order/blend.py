@@ -7,8 +7,6 @@ soon converge to the true course. A block's result is kept only if its start equ
 Other blocks are run again from the right state.
 """
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -5,8 +5,6 @@ absent. Processes on one disk wait for the first of them (a file lock, which the
 Where locks do not work each process builds for itself, and the first rename wins.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

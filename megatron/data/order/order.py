@@ -7,8 +7,6 @@ A pseudo-random permutation is a Feistel network on the smallest power of four o
 range are permuted again until they are inside (cycle walking, fewer than four rounds on average).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache

@@ -6,8 +6,6 @@ document. A document longer than S+1 tokens is a sample by itself, cut after S+1
 are filled up.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from functools import cached_property

@@ -5,8 +5,6 @@ that still has room (best-fit decreasing). Pieces of one length are handled toge
 of lengths, not of documents.
 """
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_left, insort
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ label. Then the pieces are shuffled. Both shuffles draw from one `RandomState(se
 found by searching the cumulated lengths. Every 16th of them is stored.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

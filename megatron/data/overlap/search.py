@@ -3,8 +3,6 @@
 The examples' n-grams are in memory, and one piece of a token file at a time, so memory does not grow with the files.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Units of n-grams: the words of a text, or its tokens. Each has a number. Units of no example have 0."""
 
-from __future__ import annotations
-
 import re
 import string
 import sys

@@ -1,7 +1,5 @@
 """Token files of answers, each document one answer behind its prompt, and samples that are made of such documents."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any

@@ -8,8 +8,6 @@ answer. With `mismatched` there is a document n in which another prompt's answer
 data mismatch` makes them). It is the probe of a sample: an objective reads it before the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self

@@ -1,7 +1,5 @@
 """The token file that a stream becomes: readable while it grows, by any process, and its place in a blend."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

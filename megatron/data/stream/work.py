@@ -6,8 +6,6 @@ It gets its settings as a line of JSON on standard input, and ends when that is 
 only output is the error of a user, as JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -49,7 +47,7 @@ class ShardInput(Input):
     checked: Any = None  # time when its state was last compared
 
     @classmethod
-    def of(cls, shard: Shard) -> ShardInput:
+    def of(cls, shard: Shard) -> "ShardInput":
         return cls(shard.path, shard.kind, shard=shard, checked=[0.0])
 
     def check(self, inside: bool = False) -> None:

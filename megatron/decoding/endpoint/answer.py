@@ -1,7 +1,5 @@
 """Answers in OpenAI's forms: choices of completions and of chats, whole or as pieces of a stream."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from typing import Any

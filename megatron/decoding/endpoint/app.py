@@ -1,7 +1,5 @@
 """The endpoint over HTTP. Each client has an answer or a refusal, whatever the others do."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

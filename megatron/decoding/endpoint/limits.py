@@ -1,7 +1,5 @@
 """Limits on everything that a client can ask for, and refusals in OpenAI's form."""
 
-from __future__ import annotations
-
 import ipaddress
 from dataclasses import dataclass
 from typing import Any

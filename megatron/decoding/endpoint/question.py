@@ -1,7 +1,5 @@
 """Requests of clients, checked: bodies of /v1/completions and /v1/chat/completions as requests to the decoder."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The decoder in a thread of its own. Texts join and leave between its passes."""
 
-from __future__ import annotations
-
 import math
 import queue
 import sys

@@ -1,7 +1,5 @@
 """How DeepSpeed 0.19.8 cuts gradients into messages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 

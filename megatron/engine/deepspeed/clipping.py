@@ -1,7 +1,5 @@
 """Gradient norm over all axes and clipping by it, for stage 0. DeepSpeed's own is per pipeline stage there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch
@@ -33,7 +31,7 @@ class GlobalClipping:
         self.parameters, self.mesh, self.limit = list(parameters), mesh, limit
         self.norm: Tensor | None = None
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> GlobalClipping:
+    def attach(self, optimizer: torch.optim.Optimizer) -> "GlobalClipping":
         optimizer.register_step_pre_hook(lambda *_: self())
         return self
 

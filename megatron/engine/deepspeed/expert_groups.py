@@ -12,8 +12,6 @@ slices of them here, nor over stages where some have no experts. ZeRO 1 and 2 ta
 in turn, as a sum over all stages. Stages with different numbers of groups would wait for each other forever.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

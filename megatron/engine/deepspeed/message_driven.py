@@ -5,8 +5,6 @@ the next forward pass begins, if its input is there and no more micro-batches ar
 stage are in the order of the micro-batches all the same: sums of gradients do not depend on the order of arrival.
 """
 
-from __future__ import annotations
-
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -39,7 +37,7 @@ class MessageDriven(TableExecutor):
         self._wait_for_sent(self._sent)
         self._forget()
 
-    def _passes(self, count: int, feed: Feed, sizes: tuple[int, int], boxes: dict[str, _Box]) -> None:
+    def _passes(self, count: int, feed: Feed, sizes: tuple[int, int], boxes: "dict[str, _Box]") -> None:
         rank, last, most = self._axis.rank, self._stages - 1, self._axis.size - self._axis.rank
         arrived = SimpleQueue[Item | BaseException]()
         for box in boxes.values():
@@ -76,7 +74,7 @@ class MessageDriven(TableExecutor):
                 self._post(boxes[BACKWARD], gradient, sizes)
             self._release_sent()
 
-    def _post(self, box: _Box, message: Message, sizes: tuple[int, int]) -> None:
+    def _post(self, box: "_Box", message: Message, sizes: tuple[int, int]) -> None:
         self._receive(message, sizes)
         kind, micro_batch = message.made.kind, message.made.micro_batch
         place = self._inputs if kind == FORWARD else self._gradients

@@ -5,8 +5,6 @@ The second clips, does AdamW (28 bytes) and writes the 16-bit weights (2 bytes).
 4 bytes more, and the 16-bit weights 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 from warnings import warn

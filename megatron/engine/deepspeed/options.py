@@ -12,8 +12,6 @@ exists. Otherwise all of them exist twice at the end of a backward pass, and are
 The partitioned form carries a single tensor with a gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A pipeline's schedule that reports to the beacon and can be interrupted between its steps."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

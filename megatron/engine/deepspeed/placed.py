@@ -7,8 +7,6 @@ gathers the stage and the one that releases it. Otherwise the storage of the fla
 valid, also in autograd's graph.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """DeepSpeed's start in a process: its import, the groups of ranks, partitioned parameters, and types that stay."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

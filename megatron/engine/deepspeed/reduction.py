@@ -1,7 +1,5 @@
 """Faster and smaller forms of DeepSpeed's gradient sums."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

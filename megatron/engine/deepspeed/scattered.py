@@ -6,8 +6,6 @@ each rank updates an equal part. A bucket whose gradients are complete is reduce
 That is half the bytes of an all-reduce. On an accelerator the message runs under the rest of the backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The model for DeepSpeed's pipeline engine: a list of layers that map tuples of tensors to tuples of tensors."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Updates of DeepSpeed's optimizers on a GPU, decided on the device: the host waits for no norm."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from types import ModuleType

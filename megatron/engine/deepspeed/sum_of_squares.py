@@ -1,7 +1,5 @@
 """Sums of squares of large tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

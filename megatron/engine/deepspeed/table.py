@@ -5,8 +5,6 @@ messages are asynchronous. Everything else stays DeepSpeed's: a pass's precision
 micro-batches and replicas, copies of tied weights, the optimizer. Shapes follow from the batch, so none are sent.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

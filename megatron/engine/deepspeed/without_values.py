@@ -5,8 +5,6 @@ none. This module provides the values and messages that DeepSpeed reads: no grad
 stage before sends a stream of the form that this stage expects.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 New memory is the most expensive part of such a copy: the kernel clears it page by page, in each step again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ It uses the schedule's rate and does not multiply by the weights' own size, as u
 all matrices, embeddings and head included. AdamW treats vectors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adam-mini (Zhang et al. 2024, arXiv 2406.16793): AdamW with one second moment per block of a matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AdamW (Loshchilov & Hutter 2019), torch's own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +27,7 @@ class AdamW(EagerAdamW):
     narrow: Mapping[Tensor, Tensor]
 
     @classmethod
-    def build(cls, config: Config, groups: list[dict[str, Any]]) -> AdamW:
+    def build(cls, config: Config, groups: list[dict[str, Any]]) -> "AdamW":
         options, cautious = config.optimizer, ADAMW.options_of(config)["cautious"]
         # None, unlike False, lets torch choose its next best implementation. Fused kernels drop a step on their own,
         # and the decay that is done here would stay.

@@ -4,8 +4,6 @@ Blocks are cut from the flattened logical tensor (of each expert), so that they 
 has it whole and keeps the codes and their scales.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from math import prod

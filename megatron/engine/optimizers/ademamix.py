@@ -1,7 +1,5 @@
 """AdEMAMix (Pagliardini et al. 2024, arXiv 2409.03137): AdamW with a second, slow average of the gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -37,7 +35,7 @@ class AdEMAMix(ElementwiseOptimizer):
         super().__init__(params, {**settings, "weight_decay": weight_decay})
 
     @classmethod
-    def build(cls, config: Config, groups: list[dict[str, Any]]) -> AdEMAMix:
+    def build(cls, config: Config, groups: list[dict[str, Any]]) -> "AdEMAMix":
         common, own = config.optimizer, ADEMAMIX.options_of(config)
         warmup = config.training.steps if own["warmup"] is None else own["warmup"]
         return cls(

@@ -5,8 +5,6 @@ themselves from torch.compile. That import costs each rank 2 to 4 seconds of its
 compile nothing. The classes here have the methods inside of torch's decorators.
 """
 
-from __future__ import annotations
-
 import inspect
 from abc import abstractmethod
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ ZeRO 1 and 2 inspect the state once, after the first group's first step, and mis
 declares its state, and the engine makes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, Self
 

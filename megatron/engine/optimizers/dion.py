@@ -6,8 +6,6 @@ stays in the momentum (error feedback). A direction that is rounding, as in grad
 step, and Q keeps its column. So layouts do not differ by it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

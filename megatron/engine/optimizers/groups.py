@@ -1,7 +1,5 @@
 """The optimizer of a configuration and its parameter groups: the settings of each parameter, from its role."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, cast
 

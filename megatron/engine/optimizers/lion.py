@@ -1,7 +1,5 @@
 """Lion (Chen et al. 2023, arXiv 2302.06675): the sign of an interpolated momentum, and decoupled weight decay."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +30,7 @@ class Lion(ElementwiseOptimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     @classmethod
-    def build(cls, config: Config, groups: list[dict[str, Any]]) -> Lion:
+    def build(cls, config: Config, groups: list[dict[str, Any]]) -> "Lion":
         return cls(groups, lr=0.0, betas=config.optimizer.betas)
 
     def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:

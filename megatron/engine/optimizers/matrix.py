@@ -7,8 +7,6 @@ the whole matrix (`owner_states`), in any size. Both are saved as parts of logic
 layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self

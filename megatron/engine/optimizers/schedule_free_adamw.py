@@ -1,7 +1,5 @@
 """Schedule-free AdamW (Defazio et al. 2024, arXiv 2405.15682): an average of the iterates instead of a schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -50,7 +48,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
             raise ValueError("optimizer.betas: the first must be above 0 for schedule_free_adamw")
 
     @classmethod
-    def build(cls, config: Config, groups: list[dict[str, Any]]) -> ScheduleFreeAdamW:
+    def build(cls, config: Config, groups: list[dict[str, Any]]) -> "ScheduleFreeAdamW":
         common, own = config.optimizer, SCHEDULE_FREE_ADAMW.options_of(config)
         return cls(groups, lr=0.0, betas=common.betas, eps=common.epsilon, **own)
 

@@ -3,8 +3,6 @@
 torch's SGD adds the decay to the gradient, where momentum accumulates it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,7 +40,7 @@ class SGD(ElementwiseOptimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay})
 
     @classmethod
-    def build(cls, config: Config, groups: list[dict[str, Any]]) -> SGD:
+    def build(cls, config: Config, groups: list[dict[str, Any]]) -> "SGD":
         return cls(groups, lr=0.0, momentum=config.optimizer.momentum, nesterov=config.optimizer.nesterov)
 
     def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:

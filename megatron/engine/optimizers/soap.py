@@ -6,8 +6,6 @@ step of orthogonal iteration. Where the factors leave the basis open, it must no
 which the first gradient is zero get a fixed basis, and the iteration is shifted a little.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ tensor, the one with the least work. Under ZeRO 1 and 2, where most tensors lie 
 cut travel. Where all ranks hold the same, the work is shared and the results are sent.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

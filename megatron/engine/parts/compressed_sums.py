@@ -1,7 +1,5 @@
 """Compressed sums of gradients over replicas (`parallel.communication.compress.data`)."""
 
-from __future__ import annotations
-
 from megatron.config.arithmetic.wire import skips_late
 from megatron.parallel.transport.compression import CompressedSum
 

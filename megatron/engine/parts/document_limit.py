@@ -1,7 +1,5 @@
 """Limit of documents per micro-batch, for kernels that need one (`kinds/common/attention/varlen.py`)."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron.config import Config

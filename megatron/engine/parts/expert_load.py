@@ -1,7 +1,5 @@
 """The load of the experts in a step, over all ranks. It moves the routers' corrections, and is reported."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ The forward pass of a block is replaced while this is on, outside of compiled an
 cut. A backward pass reaches a block when the gradient of its output is known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """QK-clip over all ranks: after an update, rows of the masters shrink according to the step's largest logits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Objectives that are computed in two passes: their loss and reported numbers, and the probes that they read first."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Number of passes through the core of a model with recurrent depth."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

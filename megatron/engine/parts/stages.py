@@ -1,7 +1,5 @@
 """Stages of batch size and of sequence length in the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from megatron.config.sequences import Stage, as_stage, stage_at, stages_of

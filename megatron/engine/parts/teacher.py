@@ -4,8 +4,6 @@ Tensor and context parallel ranks share it as they share the student, and each h
 Replicas hold it whole under every ZeRO stage: it has no optimizer state to share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -46,7 +44,7 @@ class Teacher(EnginePart):
         self._divergence: Tensor | None = None  # weighted, of this rank's labels. None before the first
 
     @classmethod
-    def of(cls, config: Config, mesh: Mesh, device: torch.device | str = "cpu") -> Teacher | None:
+    def of(cls, config: Config, mesh: Mesh, device: torch.device | str = "cpu") -> "Teacher | None":
         """The teacher of a run, without its weights. None where the objective has none.
 
         Raises:

@@ -1,7 +1,5 @@
 """The options of extract.py, after the configuration files."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ equals the true text as long as it is right, so one pass decides that. Only sequ
 continued token by token.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ stopped job continues with the first missing one. `job.json` has the facts that 
 are not mixed with these.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass

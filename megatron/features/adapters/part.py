@@ -13,8 +13,6 @@ rows of W + s B A, which count as constants in the backward pass.
 Shapes: N outputs and K inputs of this rank, P matrices, r rank.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ second pass of the form, over matrices of ones.
 Shapes: N outputs and K inputs of a matrix, r its rank.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

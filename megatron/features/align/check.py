@@ -1,7 +1,5 @@
 """Mistakes of reinforcement learning that align.py finds before it starts any rank. Without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 A problem is a function of its key only, so each run, layout and restart has the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

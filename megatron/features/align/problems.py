@@ -1,7 +1,5 @@
 """Prompts of training and of evaluations, from a file or an environment. Prompt n is a function of n only."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ The model is a run or checkpoint of `objective.type: reward_model`, or a folder 
 classifier with one output, such as an export.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache

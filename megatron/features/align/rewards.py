@@ -4,8 +4,6 @@ A reward is pure: the same arguments give the same number. A record is what the 
 an environment has made, such as `answer`. Rewards run in processes of their own (`verifier.py`), which may be killed.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Mapping

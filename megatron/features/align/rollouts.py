@@ -4,8 +4,6 @@ A file has a line of JSON for the round and one for each text. It is written onc
 has the hash of the file before it and of the settings, so a file belongs to one course of a run.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

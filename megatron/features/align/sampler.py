@@ -4,8 +4,6 @@ Draws are keyed by (seed, number of the text, position). So a text does not depe
 or on a restart, as far as the rounding of its logits does not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +33,7 @@ class Rule:
     routes: bool = False  # whether the experts of the tokens that were read are kept
 
     @staticmethod
-    def of(seed: int, **more: Any) -> Rule:
+    def of(seed: int, **more: Any) -> "Rule":
         return Rule(sampling=Sampling(seed=seed, purpose="rollouts"), **more)
 
 

@@ -8,8 +8,6 @@ and their priority. Files of the machine can be read, as far as the user may.
 This file is also the script that does it: `python -I sandbox.py FOLDER SECONDS MEMORY`, in which PROGRAM runs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -5,8 +5,6 @@ server is asked to read it. Requests have ids and get ids and their log-probabil
 rank 0 talks to the server, and nothing of an answer is believed before it is checked.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import shutil

@@ -5,8 +5,6 @@ answer in time is killed with its children, and another one takes its place. Eac
 that none outlives a trainer that was killed. A timer of its own does that: rewards such as `math` use the alarm.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import inspect

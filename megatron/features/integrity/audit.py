@@ -1,7 +1,5 @@
 """Every n-th step is computed twice, and both results must agree to the last bit."""
 
-from __future__ import annotations
-
 import socket
 
 import torch.distributed as dist
@@ -29,7 +27,7 @@ class AuditHook(Hook):
         self._every, self._action, self._replay = every, action, replay
 
     @classmethod
-    def of(cls, parts: HookContext) -> AuditHook | None:
+    def of(cls, parts: HookContext) -> "AuditHook | None":
         keys, gate = AUDIT_KEYS.of(parts.config), part_of(parts.engine, NAME)
         if keys.audit is None or gate is None:
             return None

@@ -1,8 +1,6 @@
 """Finds bits that have changed by themselves. Ranks that must hold equal state compare hashes of it, and each rank
 compares hashes of its own state after an update and before the next."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
 
@@ -45,7 +43,7 @@ class HashesHook(Hook):
         self._rows: int | None = None  # largest number of pieces that a rank compares
 
     @classmethod
-    def of(cls, parts: HookContext) -> HashesHook | None:
+    def of(cls, parts: HookContext) -> "HashesHook | None":
         keys, world, engine = HASHES_KEYS.of(parts.config), parts.world, parts.engine
         every = keys.hashes
         if every is None or world is None:

@@ -5,8 +5,6 @@ fault.
 Hashes are compared on the device, and the result is read later, so that nothing waits for a device.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

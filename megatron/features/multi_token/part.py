@@ -1,7 +1,5 @@
 """Losses of the modules that predict further tokens, over all ranks, for the record."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

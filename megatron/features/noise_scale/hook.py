@@ -10,8 +10,6 @@ The gradient is a mean by weight. With weights w, it is as noisy as that of (sum
 weight, so b counts labels in that way. With equal weights it is their number.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +74,7 @@ class NoiseScaleHook(Hook):
         self._every, self._gate = every, gate
 
     @classmethod
-    def of(cls, parts: HookContext) -> NoiseScaleHook | None:
+    def of(cls, parts: HookContext) -> "NoiseScaleHook | None":
         every, gate = LOGGING.of(parts.config).noise_scale, part_of(parts.engine, NAME)
         return None if every is None or gate is None else cls(every, gate)
 

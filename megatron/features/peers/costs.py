@@ -5,8 +5,6 @@ loses the time to notice the failure, to start all ranks, and on average half of
 and Daly 2006). Healing loses one timeout of all peers, and the work of one peer until it is back.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.report.ledger import best_interval

@@ -12,8 +12,6 @@ is enough to repeat a run, although each peer had a clock of its own. A peer tha
 its part of the ledger in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

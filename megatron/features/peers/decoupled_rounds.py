@@ -1,7 +1,5 @@
 """Rounds of peers that do not wait for each other, and the thread that watches one. See `decoupled`."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ A peer keeps its large files on its own disk, and serves them to the members. It
 and serves that. So the contributions of a line can be read as long as one peer that has read them is there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The folder that peers share: a local one, or an object store behind an fsspec URL."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

@@ -6,8 +6,6 @@ kept there, and nothing is updated. Once the gradients of all slots are known, t
 gradients are on rank 0, in host memory, so nothing depends on the layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import fsum
 from typing import Any

@@ -1,7 +1,5 @@
 """The keys of peers that one command starts on this machine (`launch.peers`), without torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Peers meet between steps: contribute, wait for the line of the round, apply it, skip rounds that ended earlier."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +90,7 @@ class PeersHook(Hook):
         self._problem, self._waited = "", 0.0
 
     @classmethod
-    def of(cls, parts: HookContext) -> PeersHook | None:
+    def of(cls, parts: HookContext) -> "PeersHook | None":
         if not FEATURE.wanted(parts.config) or parts.world is None:
             return None
         decoupled = peers_of(parts.config).algorithm == DECOUPLED

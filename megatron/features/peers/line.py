@@ -1,7 +1,5 @@
 """A line of the ledger of rounds, and a round that has none yet."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ A message is bound to its kind, run, round and peer, so that it cannot be used a
 hostile until it is checked: sizes before bytes are read, then the signature, then hash, names, types and shapes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ local weights. Decoupled DiLoCo (arXiv 2604.21428) merges the deltas of those pe
 Operations are separate multiplications and additions, so that every processor gets the same bits.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from math import fsum, sqrt

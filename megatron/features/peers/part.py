@@ -4,8 +4,6 @@ Rank 0 holds whole tensors in host memory, so nothing depends on a layout. Check
 own. The ranks' masters are gathered and set one tensor at a time.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

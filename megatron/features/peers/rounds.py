@@ -11,8 +11,6 @@ A line is written once, by the first peer that sees the round complete, and befo
 what it names. So the result of a run is a function of its configuration and its lines.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,7 +64,7 @@ class Rounds:
     noted: ClassVar[tuple[str, ...]] = ("sha256", "jumps")
     line_type: ClassVar[type] = Line
 
-    def __init__(self, own: PeersSection, signer: Signer, folder: SharedFolder, given: Rounds | None = None) -> None:
+    def __init__(self, own: PeersSection, signer: Signer, folder: SharedFolder, given: "Rounds | None" = None) -> None:
         assert own.name is not None
         self.own, self.name, self.signer, self.folder, self.given = own, own.name, signer, folder, given
         self.scorer: Scorer | None = None

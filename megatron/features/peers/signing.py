@@ -1,7 +1,5 @@
 """Signatures of peers: Ed25519 with a key for each peer, or a secret that all peers share (HMAC of SHA-256)."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from collections.abc import Mapping
@@ -23,7 +21,7 @@ class Signer:
         self._secret, self._public = secret, public
 
     @classmethod
-    def of(cls, own: Any) -> Signer:
+    def of(cls, own: Any) -> "Signer":
         """From the section `peers`."""
         secret = bytes.fromhex(Path(own.key_file).expanduser().read_text(encoding="ascii").strip())
         return cls(secret, None if own.signature == "shared_key" else own.public_keys)

@@ -1,7 +1,5 @@
 """A step of peers that share gradients: compute the own slots, wait for the line, take over slots, apply the mean."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Mapping
@@ -47,7 +45,7 @@ class SlotHook(PeersHook):
         self._asked = -1  # number of lines when no living peer was found
 
     @classmethod
-    def of(cls, parts: HookContext) -> SlotHook | None:
+    def of(cls, parts: HookContext) -> "SlotHook | None":
         if not SLOTS.wanted(parts.config) or parts.world is None:
             return None
         return cls(parts.config, part_of(parts.engine, NAME), parts.world)

@@ -9,8 +9,6 @@ of the step, so any peer can compute it. In addition to the files of `rounds`:
 - `states/<step>/`: the state after a step, in pieces, from a living peer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time
@@ -83,7 +81,7 @@ def deal(names: Sequence[str], slots: int) -> list[str]:
 class SlotLedger(Rounds):
     """Reads and writes the files of a run."""
 
-    given: SlotLedger | None
+    given: "SlotLedger | None"
     line_type = StepLine
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

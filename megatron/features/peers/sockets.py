@@ -9,8 +9,6 @@ number, so it cannot be used again. A reply repeats a random word of its request
 the payload is read. Nothing is executed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

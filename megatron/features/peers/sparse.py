@@ -9,8 +9,6 @@ Sent and kept add up to the accumulated values without rounding. Accumulated val
 of two, 2^-22 of the largest magnitude in fp32 (2^-51 in fp64), and so are the four values (2^-22).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum, prod, sqrt

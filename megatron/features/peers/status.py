@@ -1,7 +1,5 @@
 """Lines of `deepy status` about a peer: who takes part, by the rounds in the ledger of its run. Without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path

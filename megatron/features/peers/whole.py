@@ -1,7 +1,5 @@
 """Whole logical tensors on rank 0, from the parts that ranks hold, and back. One tensor at a time, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 The names and shapes of a model's matrices need torch, which a launcher does not import.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

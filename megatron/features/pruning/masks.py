@@ -3,8 +3,6 @@
 Each rank computes the mask of each whole matrix, one after the other, and keeps the places of its own part.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

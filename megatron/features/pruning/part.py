@@ -5,8 +5,6 @@ it is, at ZeRO 0 and 1 alike. A layer that multiplies gets the matrix with zeros
 of the matrix is cut to the kept places as soon as it exists. In checkpoints the tensors are whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from functools import cache

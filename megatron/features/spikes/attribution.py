@@ -12,8 +12,6 @@ The first time the update is skipped, so the second one begins from the same wei
 same draws. If two results differ in a bit, hardware has failed for a moment, or a kernel is not deterministic.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import socket
@@ -151,7 +149,7 @@ class Attribution:
         self._suspect, self._communicator, self._place = suspect, communicator, place
 
     @classmethod
-    def of(cls, config: Config, world: World) -> Attribution | None:
+    def of(cls, config: Config, world: World) -> "Attribution | None":
         if not spikes_of(config).attribute:
             return None
         file = Path(config.run.dir) / "ledger.jsonl"

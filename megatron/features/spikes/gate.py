@@ -9,8 +9,6 @@ of updates stay unchanged. DeepSpeed then updates the weights of the forward pas
 same weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast

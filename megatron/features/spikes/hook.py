@@ -1,7 +1,5 @@
 """Reports spikes, counts the actions, and asks for a rollback."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,7 +104,7 @@ class SpikesHook(Hook):
         self._gate, self._rule, self._replay, self._attribution = gate, gate.rule, replay, attribution
 
     @classmethod
-    def of(cls, parts: HookContext) -> SpikesHook | None:
+    def of(cls, parts: HookContext) -> "SpikesHook | None":
         gate: StepGate | None = part_of(parts.engine, NAME)
         if gate is None:
             return None

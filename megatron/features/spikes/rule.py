@@ -18,8 +18,6 @@ A tensor is a logical tensor. A rank has a part of it (ZeRO, tensor parallelism)
 squares of all tensors in one small collective per call of the optimizer.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

@@ -10,8 +10,6 @@ If an optimizer evaluates other weights than it trains (schedule-free), weights 
 saved ones. The gradient is that at the trained ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -138,7 +136,7 @@ class StatisticsHook(Hook):
         self._entropies: list[tuple[str, AttentionEntropy]] = []
 
     @classmethod
-    def of(cls, parts: HookContext) -> StatisticsHook | None:
+    def of(cls, parts: HookContext) -> "StatisticsHook | None":
         every = LOGGING.of(parts.config).statistics
         return None if every is None else cls(every)
 

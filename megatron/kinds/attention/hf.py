@@ -3,8 +3,6 @@
 Shapes: n heads, D head_dim, H inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

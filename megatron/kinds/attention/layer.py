@@ -4,8 +4,6 @@ Shapes: B samples, S positions, H hidden, n query heads, m key/value heads, D he
 said otherwise.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

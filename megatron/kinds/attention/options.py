@@ -1,7 +1,5 @@
 """Options of the attention mixer, and their rules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The tensors of a cca layer by the names of transformers' ZAYA1."""
 
-from __future__ import annotations
-
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.links import Form, Link, fused, joined
 

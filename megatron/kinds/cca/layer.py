@@ -5,8 +5,6 @@ Shapes: B samples, S positions, H hidden, n query heads, m key/value heads, D he
 channels of queries and keys. Heads are of this rank unless said otherwise.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """The activations of feed-forward networks, and the tensors that each keeps for the backward pass."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -7,8 +7,6 @@ needs widths of the model is given as a function of the model's section.
 The `hf.py` of a kind has the links of its layers, and the forms that only it needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ Shapes: B samples, S positions, T positions with some before them, E entries, r 
 channels, and C are the values and gates of a token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +36,7 @@ class Ends:
     real: Tensor | None = None  # bool [1 or B, E]. Samples may have fewer entries than others. None: all.
 
     @staticmethod
-    def of(rate: int, begin: int, length: int, positions_BS: Tensor | None, device: torch.device) -> Ends:
+    def of(rate: int, begin: int, length: int, positions_BS: Tensor | None, device: torch.device) -> "Ends":
         """Of `length` tokens after `begin` others.
 
         Args:

@@ -3,8 +3,6 @@
 Positions turn the last channels of a head there, in pairs of neighbours. Here they turn the first, half of them apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

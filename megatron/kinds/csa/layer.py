@@ -10,8 +10,6 @@ one fp32 number.
 Shapes: B samples, S positions, n heads of this rank, D head_dim, E entries, h heads of the indexer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

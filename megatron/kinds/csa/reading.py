@@ -3,8 +3,6 @@
 Shapes: B samples, n query heads of this rank, R queries, K keys, D channels.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@
 Shapes: B samples, S positions, T tokens that were read, r rows of positions at a time, h heads of D channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -6,8 +6,6 @@ so that the model learns only by its own loss and the indexer only by the diverg
 Shapes: B samples, S positions, T tokens that were read, n heads of this rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import torch

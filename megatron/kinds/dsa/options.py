@@ -1,7 +1,5 @@
 """Options of the dsa mixer, and their rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

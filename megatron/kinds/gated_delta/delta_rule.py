@@ -13,8 +13,6 @@ system with the right-hand sides b_t v_t and b_t k_t. It is the WY form (Bischof
 section 3.2).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A gated delta layer's tensors by the names of transformers' models."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron.config.sections.model import ModelSection

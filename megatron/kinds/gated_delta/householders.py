@@ -4,8 +4,6 @@ The updates of a token are steps of the gated delta rule over a longer sequence,
 before a token's first update, and is read after its last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

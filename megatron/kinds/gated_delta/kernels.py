@@ -1,7 +1,5 @@
 """The gated delta rule by the kernels of flash-linear-attention (fla), which is loaded at the first call."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ Shapes: B samples, S positions, H hidden, h heads of values with V channels, g h
 (g divides h). Heads are of this rank unless said otherwise.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Options of the gated_delta mixer, and their rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """A lightning layer's tensors by the names of transformers' models."""
 
-from __future__ import annotations
-
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.links import Form, Link, one
 

@@ -8,8 +8,6 @@ The rate a = 2^(-8 i / n) (1 - l / (L - 1)) of head i of n in layer l of L has n
 later layers. It is the recurrence of Mamba-2 with time steps of 1.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Options of the lightning mixer, and their rules."""
 
-from __future__ import annotations
-
 from megatron.config.kind import LayerKind
 from megatron.config.section import Derivable, Needed, Section, key
 from megatron.kinds.common.options import derived_key, divides_over_tensor_ranks, heads_are_given, heads_have_channels

@@ -1,7 +1,5 @@
 """Tensors of Mamba and Mamba-2 layers by the names of transformers' models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

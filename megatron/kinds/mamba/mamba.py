@@ -7,8 +7,6 @@ Shapes: B samples, S positions, H hidden, R rank of the time steps, N state elem
 n heads of w channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Shapes: B samples, S positions, H hidden, h heads of P channels (d = h P), G gro
 rank unless said otherwise.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

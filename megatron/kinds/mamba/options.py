@@ -1,7 +1,5 @@
 """Options of the mamba and mamba2 mixers, and their rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

@@ -10,8 +10,6 @@ scan is first inside the runs, then from run to run. States exist for one chunk 
 gradient.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

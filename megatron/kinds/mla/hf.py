@@ -1,7 +1,5 @@
 """The tensors of multi-head latent attention by the names of transformers' models (DeepSeek-V2 and V3)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -8,8 +8,6 @@ Shapes: B samples, S positions, H hidden, n heads of this rank, R kv_rank, P rop
 queries and keys have their P turned channels first, then the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

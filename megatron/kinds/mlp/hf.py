@@ -1,7 +1,5 @@
 """An MLP's tensors by the names of transformers' models."""
 
-from __future__ import annotations
-
 from megatron.config.problems import UserError
 from megatron.kinds.common.links import SAME, Form, Link, Tensors, fused
 

@@ -1,7 +1,5 @@
 """The position-wise feed-forward network, plain or gated, cut over tensor parallel ranks by its width."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor, nn

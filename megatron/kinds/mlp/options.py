@@ -1,7 +1,5 @@
 """Options of the mlp feed-forward network, and their rules."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from megatron.config.kind import LayerKind

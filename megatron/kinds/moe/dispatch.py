@@ -10,8 +10,6 @@ Shapes: T tokens, E experts, H hidden, R rows of this rank's tokens, N rows of t
 parallel ranks with n = E / x experts each, and t ranks that have slices of the same experts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

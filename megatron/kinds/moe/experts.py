@@ -3,8 +3,6 @@
 Shapes: E experts, H hidden, f width of an expert (of this rank's slice of it), R rows sorted by expert.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

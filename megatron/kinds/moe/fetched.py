@@ -9,8 +9,6 @@ predicted experts, with weights from the router's scores, and no expert is copie
 Shapes: T tokens of a pass, H hidden, R rows sorted by expert, E experts, k experts of a token.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

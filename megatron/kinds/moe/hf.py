@@ -1,7 +1,5 @@
 """The tensors of routers and experts by the names of transformers' models."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

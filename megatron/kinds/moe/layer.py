@@ -3,8 +3,6 @@
 Shapes: B samples, S positions, s positions of this rank, T = B S tokens, H hidden, E experts, k experts per token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ These are a micro-batch (of all data parallel ranks, with `over: ranks`).
 Shapes: B samples, S positions, T = B S tokens, E experts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ device.
 Shapes: T tokens, k experts per token, E experts, R rows (a row is one token at one expert), H hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -12,8 +12,6 @@ assignments over the layers never lower the sum. They begin the search, and the 
 Shapes: L layers, E experts, G ranks, T tokens, k experts of a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

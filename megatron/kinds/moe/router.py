@@ -11,8 +11,6 @@ Which experts a token uses, and with which weights. Everything here is fp32. Not
 Shapes: T tokens, E experts, k experts per token, C tokens per expert.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ the ranks, and rows return after each layer.
 Shapes: T tokens of a pass, n of this rank, H hidden, E experts, k experts of a token, G ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -120,7 +118,7 @@ class Staying:
                 place(each, places[at])
 
     @classmethod
-    def of(cls, engine: Any, path: Path) -> Staying:
+    def of(cls, engine: Any, path: Path) -> "Staying":
         """With the placement of a file.
 
         Raises:

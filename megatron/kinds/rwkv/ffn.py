@@ -3,8 +3,6 @@
 value(relu(key x_k)^2), in RWKV-4 to 6 times sigmoid(receptance x_r). x_k and x_r mix each token with the one before.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

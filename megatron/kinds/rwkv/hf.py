@@ -1,7 +1,5 @@
 """RWKV layers by the names of transformers' Rwkv (RWKV-4) and of the published files (RWKV-5, 6 and 7)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -6,8 +6,6 @@ from 0 in the first layer to 1 in the last, `rest` from 1 to 1/L.
 Shapes: B samples, S positions, H hidden, m mixes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ run to run.
 Shapes: B samples, S positions, H hidden, d channels of this rank, c runs of Q positions.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ Shapes: B samples, S positions, H hidden, h heads of N channels (d = h N), heads
 is the rank of the five matrices of the token shift.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Generic, TypeVar

@@ -3,8 +3,6 @@
 Shapes: B samples, S positions, H hidden, h heads of N channels (d = h N), heads of this rank unless said otherwise.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -9,8 +9,6 @@ A piece of up to `chunk` positions is scanned at a time, in about sqrt(chunk) ru
 scan goes distance by distance, with products of decays that cannot overflow. Then it goes from run to run.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -22,8 +22,6 @@ With D the gradient of the sum in S', and P that of the right side of the system
     dS = D + dP^T A + dY^T R              the scores' gradients are products of dP, dY with U, V
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

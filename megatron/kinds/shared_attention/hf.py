@@ -1,7 +1,5 @@
 """The tensors of shared transformers by the names of transformers' Zamba and Zamba2."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron.kinds.attention import hf as attention

@@ -10,8 +10,6 @@ has its own low-rank additions to the MLP's first matrix and to queries, keys an
 Shapes: B samples, s positions of this rank, S positions, H hidden.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Options of shared_attention, which runs before a mixer, and their rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron.config.kind import KindUse, LayerKind

@@ -1,7 +1,5 @@
 """A model of transformers from the options of a configuration, and its costs for plans."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks of a class of transformers that is cut: its logits and gradients equal the uncut class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 A plan names modules or parameters, with a style for each. All others stay whole on every rank.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Facts about a class of transformers that the configuration needs. transformers imports torch, which the launcher does
 not. Another process therefore finds them, unless torch is imported here anyway."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

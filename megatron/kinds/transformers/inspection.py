@@ -1,7 +1,5 @@
 """Facts about a class of transformers, as JSON: `python -m megatron.kinds.transformers.inspection < options.json`."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """A model of transformers as a whole model of a run: its class computes the head's input, and our head the loss."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping

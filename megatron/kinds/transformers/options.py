@@ -1,7 +1,5 @@
 """Options of a model of transformers that is trained as it is, and their rules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

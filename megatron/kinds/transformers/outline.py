@@ -5,8 +5,6 @@ their input on, and the one before the first own block gives what the stage rece
 stand-ins without memory where another stage has them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

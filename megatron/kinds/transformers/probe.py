@@ -3,8 +3,6 @@
 The loss is then computed from the input of that matrix, in chunks, so whole logits never exist.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

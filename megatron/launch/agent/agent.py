@@ -4,8 +4,6 @@ It is started by a command that is the same for every job. The job comes over it
 means that the launcher is gone. One thread and one event loop, so that nothing can race.
 """
 
-from __future__ import annotations
-
 import os
 import selectors
 import signal

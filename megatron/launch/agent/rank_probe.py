@@ -1,7 +1,5 @@
 """An agent's view of a rank: its beacon, the state of its process, its stack."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import time

@@ -1,7 +1,5 @@
 """One rank as its agent sees it: how it is started, where it is, what it says, how it ends."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

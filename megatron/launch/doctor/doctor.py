@@ -1,7 +1,5 @@
 """The doctor: checks every host before a long run, and reports faults in a table."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

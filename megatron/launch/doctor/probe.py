@@ -6,8 +6,6 @@ either side may be to blame. Each host therefore meets others in up to three rou
 torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import json

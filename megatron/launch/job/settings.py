@@ -4,8 +4,6 @@ The number of ranks follows from the hosts, and the hosts from this section. The
 resolved for that number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pydantic import ValidationError

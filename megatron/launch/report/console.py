@@ -1,7 +1,5 @@
 """The launcher's output: the ranks' output, how they ended, and the first failure, once, last, with its known cause."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

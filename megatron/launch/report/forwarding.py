@@ -1,7 +1,5 @@
 """Which environment variables go along to the ranks of other hosts, and how they are shown."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase

@@ -8,8 +8,6 @@ one short line and a few seconds for it, and their number is limited. The socket
 until all agents are in, on the addresses that the hosts use, and on no others.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import os

@@ -8,8 +8,6 @@ Lines of an agent stay under 1000 bytes: srun carries output in messages of 1024
 host could be torn by one of another.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

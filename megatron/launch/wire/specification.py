@@ -1,7 +1,5 @@
 """The facts that an agent needs to start its ranks. It travels as one JSON line, never as an argument."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from dataclasses import dataclass, field
@@ -117,7 +115,7 @@ class Specification:
         return values
 
     @classmethod
-    def from_message(cls, message: dict[str, Any]) -> Specification:
+    def from_message(cls, message: dict[str, Any]) -> "Specification":
         """The specification in a message, with the hosts that it has.
 
         Raises:

@@ -1,7 +1,5 @@
 """Costs of a model, layer by layer, from the layers' own counts. Needs no model, no device and no process group."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

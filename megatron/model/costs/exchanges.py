@@ -5,8 +5,6 @@ messages of one micro-batch, forward and backward, as a list of `LayerMessage`. 
 share of the tokens. Layers that compute token by token need none. Sizes are nccl-tests' S, as in accounts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -13,8 +13,6 @@ With C columns, Enter and Leave are of the width / C, over the ranks of a column
 (Shoeybi et al. 2019, section 3, Korthikanti et al. 2022, section 4.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -51,7 +49,7 @@ class TensorAxis:
     columns: int = 1
 
     @property
-    def grid(self) -> TensorAxis:
+    def grid(self) -> "TensorAxis":
         """All ranks of the grid, among which embedding and head share the vocabulary."""
         return replace(self, ranks=self.ranks * self.columns, columns=1)
 

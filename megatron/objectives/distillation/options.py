@@ -1,7 +1,5 @@
 """Facts of distillation. `config/rules/teacher.py` has the rules about a teacher."""
 
-from __future__ import annotations
-
 from megatron.config.features.objective_kind import ObjectiveKind
 
 OBJECTIVE = ObjectiveKind(

@@ -1,7 +1,5 @@
 """Facts of the losses of preference pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron.config.features.objective_kind import ObjectiveKind, validation_is_given

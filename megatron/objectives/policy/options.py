@@ -1,7 +1,5 @@
 """Facts of the losses of policy gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron.config.arithmetic.recurrence import core_of

@@ -9,8 +9,6 @@ A pass that takes another matrix than the one before it did waits for the gather
 from there on. All ranks of an axis make the same passes, so they begin the same gathers.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -39,7 +37,7 @@ class _Taken:
     axis: Axis
     layer: str
 
-    def same(self, other: _Taken) -> bool:
+    def same(self, other: "_Taken") -> bool:
         return self.own_RM is other.own_RM and (self.axis, self.layer) == (other.axis, other.layer)
 
 

@@ -12,8 +12,6 @@ On other devices the same numbers are gathered, multiplied and scattered one aft
 Shapes: B batch, S sequence, s = S / t of each of the t ranks, K inputs and N outputs of a matrix, H of the stream.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ Korthikanti et al. 2022, section 4.2).
 Shapes: B batch, S sequence, H hidden, t the tensor parallel size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ for all. In a sequence that layers compute in chunks, it has the r-th run of eve
 Shapes: B samples, S positions of the whole sequence, s = S / c positions of this rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -104,7 +102,7 @@ class ContextGroup:
     chunk: int = 0
 
     @classmethod
-    def of(cls, mesh: Mesh, chunk: int = 0) -> ContextGroup:
+    def of(cls, mesh: Mesh, chunk: int = 0) -> "ContextGroup":
         layout = mesh.layout
         return cls(mesh.context, layout.context_method, layout.context_ulysses, layout.zigzag, chunk)
 

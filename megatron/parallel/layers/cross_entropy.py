@@ -17,8 +17,6 @@ logits (both in `objective_logits.py`).
 Shapes: N tokens, H hidden, V vocabulary, t tensor parallel ranks, C tokens in a chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache

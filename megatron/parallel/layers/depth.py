@@ -14,8 +14,6 @@ gradient is summed while the input's is multiplied.
 Shapes: T tokens of this rank, n ranks, N outputs, M inputs, R = N / n rows of a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -11,8 +11,6 @@ type of x, weights and their gradients the type of the run.
 Shapes: T tokens, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

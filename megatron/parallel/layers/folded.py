@@ -12,8 +12,6 @@ With n ranks, each sends (n - 1) / n of N M numbers in the forward pass, and twi
 Shapes: T tokens of this rank, n ranks, N outputs, M inputs, R = N / n rows of a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

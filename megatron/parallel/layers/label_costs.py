@@ -17,8 +17,6 @@ in the loss (`cross_entropy`).
 Shapes: N positions, H hidden, V vocabulary, t tensor parallel ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

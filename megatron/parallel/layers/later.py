@@ -1,7 +1,5 @@
 """Products whose weights' gradients are computed later, in a pass of their own (zero-bubble pipeline schedules)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any, Protocol
 

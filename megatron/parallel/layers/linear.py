@@ -1,7 +1,5 @@
 """Sharded matrices: linear layers cut by output or by input channels, and the token embedding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch.nn.functional as F

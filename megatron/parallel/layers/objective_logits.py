@@ -21,8 +21,6 @@ largest logits of a chunk in one message, and the sums in another.
 Shapes: N tokens, H hidden (each model its own), V vocabulary, t tensor parallel ranks, C tokens in a chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Making parameters: the one place where a logical tensor becomes this rank's `nn.Parameter`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,11 +69,11 @@ class ParameterFactory:
         return linear_for(self.products, inputs, outputs, self.device, self.dtype)
 
     @property
-    def of_stream(self) -> ParameterFactory:
+    def of_stream(self) -> "ParameterFactory":
         """For layers that read and write the residual stream (`Mesh.of_blocks`)."""
         return replace(self, mesh=self.mesh.of_blocks)
 
-    def scope(self, name: str) -> ParameterFactory:
+    def scope(self, name: str) -> "ParameterFactory":
         return replace(self, prefix=f"{self.prefix}.{name}" if self.prefix else name)
 
     def parameter(

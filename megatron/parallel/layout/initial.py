@@ -7,8 +7,6 @@ exception: each element depends on all others, so a rank makes the whole of each
 the other.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The rule for computing in a wider type than the stream's, copies to a device, and pages of a CPU's memory."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import sys

@@ -6,8 +6,6 @@ GPU agree bit for bit. The mixer is a 32-bit integer hash with full avalanche (t
 2018), applied twice with different keys. All arithmetic is int64 modulo 2**32, which every device has.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

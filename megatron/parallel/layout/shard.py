@@ -11,8 +11,6 @@ Dimension 0 of a tensor of experts counts them, and no tensor parallel rank cuts
 of experts: a run of the flattened shard, and so a fragment, as under ZeRO. A run of a matrix's rows is the same.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -100,7 +98,7 @@ class Shard:
         return self.dim if self.across is None else max(self.dim, self.across)
 
     @property
-    def uncrossed(self) -> Shard | None:
+    def uncrossed(self) -> "Shard | None":
         """The cut of a layout without columns."""
         return None if self.across == self.dim else Shard(self.dim, self.parts, self.unit)
 

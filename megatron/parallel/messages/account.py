@@ -9,8 +9,6 @@ all-to-all, else the tensor. `wire_bytes` is the number of bytes that a rank the
 known, the bytes to other hosts are counted separately (`crossing_bytes`).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -58,7 +56,7 @@ METHODS: dict[str, tuple[str, int | None]] = {
 EVALUATE = "evaluate"
 # descriptions of groups that are a level of another group: ranks of a host, hosts, and ranks of a pair
 LEVELS = ("inside", "between", "pair")
-_installed: Recorder | None = None
+_installed: "Recorder | None" = None
 
 
 def group_name(ranks: Sequence[int], layout: Layout, at: Coordinates) -> str:

@@ -4,8 +4,6 @@ Sizes are nccl-tests' S. `algorithm bandwidth` is S over the time. `bus bandwidt
 factor (PERFORMANCE.md of nccl-tests), which is comparable with the speed of a link.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -69,7 +67,7 @@ class CostCurve:
         }
 
     @classmethod
-    def of(cls, document: Any) -> CostCurve:
+    def of(cls, document: Any) -> "CostCurve":
         """Read a `document`.
 
         Raises:

@@ -5,8 +5,6 @@ order of installation, so that the account counts the messages that are sent. Sh
 another way for the same message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -5,8 +5,6 @@ around `Work.wait`. On a CPU a mark is the time. On an accelerator it is an even
 read after the step. The callback of an operation runs with a stream that waits only for it.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ with its result, so the time inside is the time of waiting for others. With NCCL
 queued.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

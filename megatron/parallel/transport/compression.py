@@ -10,8 +10,6 @@ are. Both keep their errors (the part that rounding and choice drop), and add th
 exact ones by the last errors only. `bf16` and `fp16` only round, and keep no errors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

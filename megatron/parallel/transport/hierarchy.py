@@ -13,8 +13,6 @@ again among the real hosts, with the grid `outer`.
 Shapes: n hosts, l ranks of a host, b elements of a block, n l ranks of a group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +59,7 @@ class HostGrid:
     # [l n] the group's places, by place in a host and then by host. None where ranks are numbered host by host, so that
     # a transposition does.
     order: Tensor | None
-    outer: HostGrid | None = None  # grid of the ranks of `between` with three levels, else None
+    outer: "HostGrid | None" = None  # grid of the ranks of `between` with three levels, else None
 
     @classmethod
     def build(
@@ -71,7 +69,7 @@ class HostGrid:
         rank: int,
         make: MakeGroup,
         hosts: Sequence[Hashable] = (),
-    ) -> HostGrid:
+    ) -> "HostGrid":
         """Make the two groups. All ranks of the group call it, in the same order among other groups.
 
         Args:

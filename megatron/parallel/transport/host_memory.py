@@ -6,8 +6,6 @@ container. A random word in its name identifies it, for a process of another hos
 by eight bytes through a pipe from each to each. A process that ends closes its pipes, which the others detect at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -9,8 +9,6 @@ A call by another algorithm than the backend's is complete when it returns, also
 it does not overlap with computation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

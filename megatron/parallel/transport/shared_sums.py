@@ -11,8 +11,6 @@ the other shares from the other slabs. So all ranks have the same bits. The thre
 behind the stage before, with one meeting per chunk.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -264,7 +262,7 @@ class SharedSums:
         return SharedGroup(host, width, lambda: backend.options._timeout)
 
     @contextmanager
-    def installed(self) -> Iterator[SharedSums]:
+    def installed(self) -> "Iterator[SharedSums]":
         """Send messages through shared memory until the end of the block."""
         global _installed
         intercept(SHARED, METHODS, self.wrap)

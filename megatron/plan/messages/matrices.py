@@ -4,8 +4,6 @@ The layout and DeepSpeed 0.19.8's order of parameters determine the elements of 
 rest from them at its start (`optimizers.whole`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import cast

@@ -1,7 +1,5 @@
 """Messages of ZeRO 2 and 3 between the replicas of pipeline stages (`engine/deepspeed/placed.py`)."""
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,6 @@ gather updated weights. Where DeepSpeed 0.19.8 reduces them, as `deepspeed_optio
 Tests compare with counted accounts, byte by byte, and fail if a version of DeepSpeed sends other messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -11,8 +11,6 @@ pairs is done in hosts by the same formulas. Small all-gathers that are joined f
 by doubling sends T / l whole to each of log n ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 

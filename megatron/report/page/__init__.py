@@ -1,7 +1,5 @@
 """report.html: one page about one run or several, which opens anywhere without a network."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Sequence
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Charts of the report: curves over steps, tokens or hours that share one x axis, and heat maps. Drawn by Bokeh."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The sections of the report. Each is made from all runs, and omitted if no run has data for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

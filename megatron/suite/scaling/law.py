@@ -6,8 +6,6 @@ early, because the objective was so small that its changes fell below the tolera
 the square of Huber's delta, logarithms are taken from their means, and gradients are exact.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -99,7 +97,7 @@ class _Problem:
     delta: float
 
     @classmethod
-    def of(cls, points: Points, delta: float) -> _Problem:
+    def of(cls, points: Points, delta: float) -> "_Problem":
         n, d = np.log(points.parameters), np.log(points.tokens)
         means = float(n.mean()), float(d.mean())
         return cls(n - means[0], d - means[1], np.log(points.loss), means, delta)

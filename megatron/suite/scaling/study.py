@@ -1,7 +1,5 @@
 """Both fits of a set of points, with intervals from resampled runs, predictions that can be checked, and a picture."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Hooks: one file per concern of a run in addition to its steps."""
 
-from __future__ import annotations
-
 from megatron.config.features.feature import in_order, wanted_features
 from megatron.config.parts import build_added
 from megatron.config.registry import HOOK, INSIDE, load

@@ -1,7 +1,5 @@
 """An exponential moving average of the weights, over steps."""
 
-from __future__ import annotations
-
 from ..exchange import StepReport
 from ..hook import Hook, HookContext
 from ..trainer import Trainer

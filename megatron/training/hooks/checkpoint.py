@@ -1,7 +1,5 @@
 """Saves checkpoints by the policy, the clock, or at the end of the run."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -114,7 +112,7 @@ class CheckpointHook(Hook):
         self._interval: Interval | None = None  # with checkpoint.auto, on rank 0
 
     @classmethod
-    def of(cls, parts: HookContext) -> CheckpointHook | None:
+    def of(cls, parts: HookContext) -> "CheckpointHook | None":
         if parts.saver is None or parts.contents is None:
             return None
         return cls(parts.config.checkpoint, parts.saver, parts.contents, parts.inspect)

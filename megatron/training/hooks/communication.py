@@ -1,7 +1,5 @@
 """Accounts of every step's communication: in the metrics, in a file per rank, and as a table at the end."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -206,7 +204,7 @@ class CommunicationHook(Hook):
         self._varies, self._shared = False, 0  # numbers that ranks shared in the last step whose prediction is written
 
     @classmethod
-    def of(cls, parts: HookContext) -> CommunicationHook | None:
+    def of(cls, parts: HookContext) -> "CommunicationHook | None":
         config = parts.config
         if config.logging.communication == "off":
             return None

@@ -4,8 +4,6 @@ The group of a label is a function of the batch, so groups are the same on every
 label's loss in its groups.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

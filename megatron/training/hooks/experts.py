@@ -1,7 +1,5 @@
 """Reports experts of a mixture that get no tokens: the loss may fall while most of a model's parameters do nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +24,7 @@ class DeadExpertsHook(Hook):
         self._told: set[tuple[str, int]] = set()
 
     @classmethod
-    def of(cls, parts: HookContext) -> DeadExpertsHook:
+    def of(cls, parts: HookContext) -> "DeadExpertsHook":
         training = parts.config.training
         return cls(parts.config.logging.every, min(batches_of(parts.config).sizes) * training.sequence_length)
 

@@ -1,7 +1,5 @@
 """Stops a run whose numbers are not finite, with advice."""
 
-from __future__ import annotations
-
 import math
 import threading
 

@@ -1,7 +1,5 @@
 """The run's ledger: its start, changes of the blend, the hash of every batch, its end."""
 
-from __future__ import annotations
-
 import platform
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saves to the levels on the hosts: copies that are nearer than the folder of checkpoints."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 
@@ -45,7 +43,7 @@ class LevelsHook(Hook):
         self._told: set[int] = set()
 
     @classmethod
-    def of(cls, parts: HookContext) -> LevelsHook | None:
+    def of(cls, parts: HookContext) -> "LevelsHook | None":
         world, options = parts.world, parts.config.checkpoint
         if parts.levels is None or parts.contents is None or world is None:
             return None

@@ -1,7 +1,5 @@
 """The training line: loss, rates and speed, every n steps."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from typing import Any
@@ -138,7 +136,7 @@ class LengthsHook(Hook):
         self._told: tuple[int, int] | None = None  # numbers of the last reported stages
 
     @classmethod
-    def of(cls, parts: HookContext) -> LengthsHook | None:
+    def of(cls, parts: HookContext) -> "LengthsHook | None":
         training = parts.config.training
         return cls(parts.config) if training.sequence_schedule or training.batch_schedule else None
 

@@ -1,7 +1,5 @@
 """A window of steps under torch's profiler, and a snapshot of the accelerator's memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

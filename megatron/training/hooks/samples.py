@@ -1,7 +1,5 @@
 """Text that the model writes during training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron.config.problems import counted
@@ -27,7 +25,7 @@ class SamplesHook(Hook):
         self._options, self._generate, self._folder = options, generate, Path(folder)
 
     @classmethod
-    def of(cls, parts: HookContext) -> SamplesHook | None:
+    def of(cls, parts: HookContext) -> "SamplesHook | None":
         if parts.generate is None:
             return None
         return cls(parts.config.evaluation.samples, parts.generate, parts.config.run.dir)

@@ -1,7 +1,5 @@
 """Names ranks that are slower than the others, from the time that each takes for its own work without waiting."""
 
-from __future__ import annotations
-
 import math
 import socket
 import sys
@@ -138,7 +136,7 @@ class SlowRanksHook(Hook):
         self._record: dict[str, float | str] = {}
 
     @classmethod
-    def of(cls, parts: HookContext) -> SlowRanksHook | None:
+    def of(cls, parts: HookContext) -> "SlowRanksHook | None":
         options, world = parts.config.watch.slow, parts.world
         if options.every is None or world is None or world.mesh.layout.world_size == 1:
             return None

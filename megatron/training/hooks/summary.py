@@ -1,7 +1,5 @@
 """Results of a run for its user: loss.png, the curve in the terminal, a summary."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 
@@ -27,7 +25,7 @@ class PredictionHook(Hook):
         self._begin = 0
 
     @classmethod
-    def of(cls, parts: HookContext) -> PredictionHook | None:
+    def of(cls, parts: HookContext) -> "PredictionHook | None":
         if parts.prediction is None:
             return None
         return cls(parts.config.run.dir, parts.prediction, batches_of(parts.config))

@@ -1,7 +1,5 @@
 """Checkpoints outside our folders: behind a URL, or in Hugging Face's format."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -5,8 +5,6 @@ space and outlives the trunk's retention. Its YAML file has the values that the 
 It reads the batches that the trunk would have read next.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Mapping

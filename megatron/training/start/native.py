@@ -1,7 +1,5 @@
 """A checkpoint in the format of DeepSpeed's own engine, for exchange with programs built on it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Start of a run: a new one, its newest checkpoint, a named checkpoint, or only weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks whether a checkpoint belongs to the run that resumes it: changes since, and refused changes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -14,8 +14,6 @@ but the matrices that write to the stream are 0. The model then computes the sam
 from there (Shen et al. 2022, arXiv 2203.06211).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod

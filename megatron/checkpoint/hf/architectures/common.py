@@ -1,7 +1,5 @@
 """Tables that architectures share: tensors and options by both names, and options with one value."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

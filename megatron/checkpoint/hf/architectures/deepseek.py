@@ -1,7 +1,5 @@
 """DeepSeek-V2 and V3 (multi-head latent attention) and GLM-4.5: an MLP in the first layers, experts in the others."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace

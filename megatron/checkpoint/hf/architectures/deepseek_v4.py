@@ -1,7 +1,5 @@
 """DeepSeek-V4: attention to a window and compressed entries, rows of the stream, experts that a table may choose."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

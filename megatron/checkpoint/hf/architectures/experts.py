@@ -1,7 +1,5 @@
 """Attention with experts in every layer, or in most: Mixtral, Qwen's, OLMoE, ZAYA1."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gemma 1 to 4: from 2 on norms on both sides, attention with a window in some layers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass

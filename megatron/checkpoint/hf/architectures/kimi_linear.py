@@ -1,7 +1,5 @@
 """Kimi Linear: Kimi delta attention or latent attention without positions, an MLP or experts as in DeepSeek-V3."""
 
-from __future__ import annotations
-
 from megatron.kinds.common.links import Link
 from megatron.kinds.gated_delta import hf as gated_delta
 from megatron.kinds.mla import hf as mla

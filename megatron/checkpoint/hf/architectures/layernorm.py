@@ -1,7 +1,5 @@
 """Architectures with LayerNorm and rotary attention: GPT's, Cohere's, StarCoder 2, StableLM, Nemotron, Phi."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Architectures of Llama's kind: rotary attention and a gated MLP in every layer, or in most."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Mamba, Mamba-2, and hybrids of them with attention: Bamba, Jamba, Falcon-H1 and Nemotron-H."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Qwen3-Next and the text models of Qwen3.5: Gated DeltaNet or attention with a gate, an MLP or experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """RWKV-4, which transformers calls Rwkv. Later ones are published as files of their own (`rwkv_files`)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PreTrainedConfig

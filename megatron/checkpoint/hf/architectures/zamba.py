@@ -1,7 +1,5 @@
 """Zamba and Zamba2: Mamba or Mamba-2 layers, and before some of them a transformer of shared weights."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection
 from typing import Any

@@ -3,8 +3,6 @@
 Shapes: B samples, n query heads, m key/value heads (m divides n), Q queries, K keys, D head_dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache

@@ -4,8 +4,6 @@ Shapes: B samples, S positions of the sequence, s of this rank, n query heads, m
 has D channels and a value E.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -8,8 +8,6 @@ Shapes: B samples, n query heads, m key/value heads, Q queries and K keys of the
 and of a value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -49,7 +47,7 @@ class AttentionTile:
         plain = self.mask != "some" and not self.pattern.softcap and self.pattern.slopes is None and not self.dropout
         return plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
-    def pieces(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, AttentionTile]]:
+    def pieces(self, q: Tensor, k: Tensor) -> "Iterator[tuple[slice, slice, AttentionTile]]":
         """Rows of queries, the keys that any of them may see by place and window (perhaps none), and their
         rectangle."""
         Q, K, window = q.shape[2], k.shape[2], self.pattern.window

@@ -12,8 +12,6 @@ On a GPU a stream of their own copies them out and back, the next one while one 
 nothing, since its memory is the host's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -136,7 +134,7 @@ class ChunkSource:
     masks: Masks
 
     @classmethod
-    def of(cls, kept: Kept, number: int, window: int | None) -> ChunkSource:
+    def of(cls, kept: Kept, number: int, window: int | None) -> "ChunkSource":
         runs = kept.runs[: number + 1]
         keys = [run for each in runs for run in each]
         return cls(kept, number, runs, masks_of(kept.runs[number], keys, window, kept.ranges))
@@ -152,7 +150,7 @@ class ChunkSource:
         ]
         yield from self.kept.kv.each(seen)
 
-    def home(self, own: Tensor) -> Terms:
+    def home(self, own: Tensor) -> "Terms":
         return Terms(self, own)
 
 

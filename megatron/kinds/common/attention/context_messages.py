@@ -1,7 +1,5 @@
 """Messages of attention and recurrences over a shared sequence, in closed form: `attend_in`, `carried`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

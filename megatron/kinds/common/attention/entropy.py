@@ -4,8 +4,6 @@ Shapes: B samples, n query heads, m key/value heads (m divides n), s positions o
 channels.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -7,8 +7,6 @@ Shapes: R tokens, n query heads, m key/value heads with g queries each, D and E 
 Whole pages have L places, and k of them are read.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

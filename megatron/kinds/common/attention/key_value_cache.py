@@ -1,7 +1,5 @@
 """Decoding state of every kind that attends: keys and values of the tokens that were read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -8,8 +8,6 @@ Shapes: T tokens of a pass, n query heads, m key/value heads, D and E channels o
 queries of one text in one page. G tiles have M rows each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial

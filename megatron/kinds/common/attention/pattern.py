@@ -1,7 +1,5 @@
 """Options of attention: masks, changes of logits, dropout."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 
@@ -22,7 +20,7 @@ class Pattern:
     flash: str = "auto"  # see `model.fused_attention`
     most_documents: int | None = None  # of a sample for `varlen`, on average over a micro-batch. None without `varlen`.
 
-    def computed_by(self, options: FusedAttentionOptions) -> Pattern:
+    def computed_by(self, options: FusedAttentionOptions) -> "Pattern":
         """The same, on a GPU by these kernels."""
         most = options.most_documents if options.documents == "varlen" else None
         return replace(self, flash=options.flash, most_documents=most)

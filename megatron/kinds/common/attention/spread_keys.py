@@ -6,8 +6,6 @@ their logits: its maximum over the ranks, then one sum. The bytes that a step se
 Shapes: as in `blocks`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

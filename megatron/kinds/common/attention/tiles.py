@@ -10,8 +10,6 @@ Shapes: B samples, S tokens, n query heads, m key/value heads, g = n / m. A key 
 h heads, Q queries and K keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

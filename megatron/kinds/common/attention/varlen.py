@@ -7,8 +7,6 @@ and cost the kernels almost no time.
 Shapes: B samples of S tokens, T = B S tokens, N documents at most, n query heads, m key/value heads, D head_dim.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

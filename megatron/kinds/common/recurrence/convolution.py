@@ -6,8 +6,6 @@ Kernels of packages are loaded at the first call. They have the arguments and re
 sequences without a past. torch computes numbers of taps that the kernels of causal_conv1d lack.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

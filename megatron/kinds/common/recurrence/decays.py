@@ -3,8 +3,6 @@
 Shapes: B samples, c chunks of Q positions, h heads.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

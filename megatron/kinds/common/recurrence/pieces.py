@@ -3,8 +3,6 @@
 Shapes: B samples, S positions, c runs of Q positions.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Protocol
@@ -93,7 +91,7 @@ class Runs:
     places: Tensor  # int [c, Q], index of each position
 
     @classmethod
-    def of(cls, length: int, starts_BS: Tensor | None, device: torch.device) -> Runs:
+    def of(cls, length: int, starts_BS: Tensor | None, device: torch.device) -> "Runs":
         run = max(1, math.isqrt(length))
         filled = -length % run
         places = torch.arange(length + filled, device=device).unflatten(0, (-1, run))

@@ -1,7 +1,5 @@
 """A function whose intermediate tensors are made again for the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 
