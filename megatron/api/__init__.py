@@ -56,9 +56,7 @@ def resolve(*words: str | os.PathLike | Mapping[str, Any], ranks: int = 1, check
     plain: list[str] = []
     for word in words:
         if isinstance(word, Mapping):
-            plain += [
-                f"{key}={yaml.safe_dump(value, default_flow_style=True, width=2**20)}" for key, value in word.items()
-            ]
+            plain += [f"{k}={yaml.safe_dump(value, default_flow_style=True, width=2**20)}" for k, value in word.items()]
         else:
             plain.append(os.fspath(word))
     files, overrides = split_arguments([word.removesuffix("\n").removesuffix("\n...") for word in plain])
@@ -110,9 +108,7 @@ def train(resolved: Resolved, *, quiet: bool = True) -> Run:
         ConfigError, CheckpointError, DataError: as on the command line.
     """
     if resolved.ranks not in (None, 1):
-        raise ValueError(
-            f"this configuration is for {resolved.ranks} ranks: resolve it with ranks=1, or use `deepy train`"
-        )
+        raise ValueError(f"this configuration is for {resolved.ranks} ranks: resolve it with ranks=1, or `deepy train`")
     import torch.distributed
 
     from megatron.config import config_hash
@@ -183,9 +179,7 @@ class Tensors(Mapping[str, "torch.Tensor"]):
 
     def __iter__(self) -> Iterator[str]:
         states = {self.state, {"weight": "master", "master": "weight"}.get(self.state, self.state)}
-        return (
-            name for name in self.checkpoint.tensors if any((name, state) in self.checkpoint.stored for state in states)
-        )
+        return (n for n in self.checkpoint.tensors if any((n, s) in self.checkpoint.stored for s in states))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -65,11 +65,7 @@ def owned(
         for mine, owner, owners in ((others, layout.replica(at), layout.replicas), (spread, group, layout.expert_data)):
             kinds = sorted({kind for tensor in mine for kind in states.get(tensor.name, ())}, key=str)
             for state, dtype in kinds:
-                shards = [
-                    _shard(tensor, state, layout, at)
-                    for tensor in mine
-                    if (state, dtype) in states.get(tensor.name, ())
-                ]
+                shards = [_shard(t, state, layout, at) for t in mine if (state, dtype) in states.get(t.name, ())]
                 split = layout.zero_stage == 3 or (layout.zero_stage > 0 and state != WEIGHT)
                 items[rank] += [(spec, dtype) for spec in _share(shards, owner, owners if split else 1)]
     return items
@@ -158,9 +154,7 @@ def parse_layout(text: str) -> Layout:
     if slices not in (1, layout.tensor):
         raise ValueError(f"--to {text}: expert_tensor must be 1 (folded) or equal tensor={layout.tensor}")
     if layout.expert_line % layout.expert:
-        raise ValueError(
-            f"--to {text}: {layout.expert_line} ranks cannot be cut into groups of {layout.expert} for the experts"
-        )
+        raise ValueError(f"--to {text}: {layout.expert_line} ranks cannot form groups of {layout.expert} for experts")
     if layout.spreads_experts and layout.zero_stage == 3:
         raise ValueError(
             f"--to {text}: with ZeRO 3 expert, folded and depth must be 1, where all data ranks cut every tensor"

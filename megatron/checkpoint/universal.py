@@ -234,9 +234,7 @@ def _named(checkpoint: Checkpoint, names: Mapping[str, str] | None) -> dict[str,
     if names is None:
         return {name: name for name in checkpoint.tensors}
     problems = [f"{name} has no name in the mapping" for name in checkpoint.tensors if name not in names]
-    problems += [
-        f"the mapping has {name}, which is not in the checkpoint" for name in names if name not in checkpoint.tensors
-    ]
+    problems += [f"the mapping has {n}, which is not in the checkpoint" for n in names if n not in checkpoint.tensors]
     problems += _doubled(names)
     if problems:
         raise CheckpointError(checkpoint.path, problems)

@@ -90,11 +90,7 @@ def _runs() -> list[Verb]:
     from ..launch.options import parser
 
     top, options = root(), parser().format_help()
-    found = [
-        Verb((name,), text, launch=top / f"{name}.py")
-        for name, text in LAUNCHED.items()
-        if (top / f"{name}.py").is_file()
-    ]
+    found = [Verb((n,), text, launch=top / f"{n}.py") for n, text in LAUNCHED.items() if (top / f"{n}.py").is_file()]
     if (top / "generate.py").is_file():
         text = "continue texts with a model: deepy generate RUN --prompt TEXT"
         found.append(Verb(("generate",), text, script=top / "generate.py"))

@@ -155,8 +155,8 @@ def divisors(number: int) -> list[int]:
 def near(number: int, choices: list[int]) -> str:
     """The choices just below and above `number`, in words."""
     sides = [
-        max((each for each in choices if each < number), default=None),
-        min((each for each in choices if each > number), default=None),
+        max((x for x in choices if x < number), default=None),
+        min((x for x in choices if x > number), default=None),
     ]
     return " or ".join(str(each) for each in sides if each is not None)
 

@@ -44,9 +44,7 @@ def choose_method(asked: str, heads: int, ranks: int, together: int | None = Non
             f"{ranks} ranks do not divide {heads} heads: {common} neighbours share them, {ranks // common} pass keys on"
         )
         return Method("nested", common, why)
-    return Method(
-        "ring", 1, f"{ranks} ranks share no divisor with {heads} heads: keys and values pass from rank to rank"
-    )
+    return Method("ring", 1, f"{ranks} ranks share no divisor with {heads} heads: keys and values go from rank to rank")
 
 
 def _attending(config: Any) -> Iterator[tuple[Any, Method]]:
@@ -87,11 +85,7 @@ def kinds_needing_neighbours(config: Any) -> list[str]:
     """The kinds of layers of a run that need the token before a rank's first one."""
     names = {kind.name for block in config.model.blocks for kind in block.kinds}
     kinds = kinds_of(tuple(config.model.extensions))
-    return [
-        name
-        for name in kinds
-        if name in names and (kinds[name].context in ("scans", "states") or kinds[name].neighbours)
-    ]
+    return [k for k in kinds if k in names and (kinds[k].context in ("scans", "states") or kinds[k].neighbours)]
 
 
 def longest_text(config: Any) -> int | None:

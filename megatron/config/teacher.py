@@ -62,9 +62,7 @@ def on_layout(config: Config) -> dict[str, Any]:
     assert config.objective.teacher is not None
     own = teacher_config(config.objective.teacher)
     student = thaw(config.model_dump())
-    values = {
-        name: student[name] for name in ("parallel", "precision", "training", "data", "tokenizer", "launch", "run")
-    }
+    values = {key: student[key] for key in ("parallel", "precision", "training", "data", "tokenizer", "launch", "run")}
     values["model"] = model = thaw(own.model_dump())["model"]
     model["extensions"] = list(dict.fromkeys([*model["extensions"], *student["model"]["extensions"]]))
     if model["parametrization"]["type"] != "standard":  # its rates are of a kind of optimizer, and nothing is updated

@@ -84,9 +84,7 @@ class BlockChecksums:
             if len(sums) != -(-len(self._bytes) // self._size):
                 raise ValueError(f"it has {len(sums)} blocks for {len(self._bytes)} bytes")
         except (ValueError, KeyError, TypeError, OverflowError, binascii.Error) as error:
-            raise DataError(
-                file.prefix, f"the checksums in its manifest are damaged ({error})", "copy the manifest again"
-            ) from error
+            raise DataError(file.prefix, f"its manifest's checksums are damaged ({error})", "copy it again") from error
         self._sums, self._checked = sums, bytearray(len(sums))
 
     def check(self, document: int, start: int, length: int) -> None:
@@ -175,9 +173,7 @@ def keep_others(prefix: str | os.PathLike) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         ours = False
     if not ours:
-        raise DataError(
-            path, "the manifest would be written over this file, which is something else", "use another --output"
-        )
+        raise DataError(path, "the manifest would replace this file, which is something else", "use another --output")
 
 
 def read_manifest(prefix: str | os.PathLike) -> Manifest | None:
@@ -195,6 +191,4 @@ def read_manifest(prefix: str | os.PathLike) -> Manifest | None:
             raise ValueError("another format")
         return Manifest(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            path, f"it is no intact manifest ({error})", "make the pair again, or remove the manifest"
-        ) from error
+        raise DataError(path, f"it is no intact manifest ({error})", "make the pair again, or remove it") from error

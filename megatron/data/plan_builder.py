@@ -167,15 +167,11 @@ class _Builder:
         if self.data.split is None:
             return None
         if len(self.data.train) != 1:
-            raise DataError(
-                "data.split", f"it cuts one training file, not {len(self.data.train)}", "give data.validation instead"
-            )
+            raise DataError("data.split", f"it cuts one file, not {len(self.data.train)}", "give data.validation")
         bounds = split_bounds(list(self.data.split), len(TokenFile(section.path)))
         part = {"train": 0, "validation": 1, "test": 2}[self.split]
         if bounds[part] >= bounds[part + 1]:
-            raise DataError(
-                "data.split", f"no document is left for {self.split} (bounds {bounds})", "give it a larger share"
-            )
+            raise DataError("data.split", f"no document is in {self.split} (bounds {bounds})", "give it a larger share")
         return bounds[part], bounds[part + 1]
 
     def _weights(self, files: list[SourceFile], whole: bool) -> list[float]:
@@ -200,9 +196,7 @@ class _Builder:
         needed = self.targets.marks_documents or data.mask_loss_at_eod or fim or spans or packs
         eod = end_of_document(files, self.config.tokenizer) if needed else None
         if eod is None and (data.mask_loss_at_eod or packs):
-            raise DataError(
-                "tokenizer.eod_id", "the end-of-document token must be known", "give tokenizer.eod_id or tokenizer.path"
-            )
+            raise DataError("tokenizer.eod_id", "the end-of-document token must be known", "give it, or tokenizer.path")
         if (fim or spans) and any(each.labels or each.document_weights is not None for each in files):
             key = "data.fim" if fim else "data.span_corruption"
             rule = "documents with label files or weights of their own cannot be reordered"
@@ -234,9 +228,7 @@ class _Builder:
         key = "data.span_corruption.sentinel"
         ids = token_ids(self.config.tokenizer, names, key)
         if len(set(ids)) < len(ids):
-            raise DataError(
-                key, "the run's tokenizer has the same id for several sentinels", "add them when training it"
-            )
+            raise DataError(key, "the run's tokenizer has one id for several sentinels", "add them when training it")
         targets_only = section.loss == "targets"
         return Corruption(section.rate, section.noise_density, section.mean_span_length, ids, targets_only)
 

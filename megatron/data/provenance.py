@@ -126,9 +126,7 @@ class Provenance:
             DataError: there is no such step or rank.
         """
         if not 0 <= step < self.plan.steps:
-            raise DataError(
-                "--step", f"there is no step {step} of {self.plan.steps}", f"give 0 ... {self.plan.steps - 1}"
-            )
+            raise DataError("--step", f"there is no step {step}", f"give 0 ... {self.plan.steps - 1}")
         if rank is not None and not 0 <= rank < self.data_ranks:
             rule = f"there is no data parallel rank {rank} of {self.data_ranks}"
             raise DataError("--rank", rule, f"give 0 ... {self.data_ranks - 1}")
@@ -180,9 +178,7 @@ class Provenance:
             DataError: there is none, or several.
         """
         if isinstance(self.plan, SyntheticPlan):
-            raise DataError(
-                "data.synthetic", "this run makes its data, so there are no documents", "use batch.py to see a step"
-            )
+            raise DataError("data.synthetic", "this run makes its data: there are no documents", "batch.py shows steps")
         found = [source.index for source in self.plan.sources if source.name == name or str(source.file.prefix) == name]
         if len(found) != 1:
             names = ", ".join(source.name for source in self.plan.sources)

@@ -186,11 +186,7 @@ def _corrupted(
 
 
 def assemble(
-    pieces: list[np.ndarray],
-    options: AssemblyOptions,
-    number: int,
-    targets: np.ndarray | None = None,
-    scale: float = 1.0,
+    pieces: list[np.ndarray], options: AssemblyOptions, number: int, targets: np.ndarray | None = None, scale: float = 1
 ) -> Sample:
     """Make a sample.
 

@@ -166,16 +166,12 @@ class TokenFile:
             starts = ends - sizes * self.dtype.itemsize
             wrong = (sizes < 0) | (self.offsets[first : first + _CHUNK] != starts)
             if wrong.any():
-                raise DataError(
-                    self.idx_path, f"the entry of document {first + int(np.argmax(wrong))} is damaged", REMAKE
-                )
+                raise DataError(self.idx_path, f"entry of document {first + int(np.argmax(wrong))} is damaged", REMAKE)
             end = int(ends[-1])
         index = self.document_index
         falling = any((np.diff(index[first : first + _CHUNK + 1]) < 0).any() for first in range(0, len(index), _CHUNK))
         if len(index) and (index[0] != 0 or index[-1] > len(self) or falling):
-            raise DataError(
-                self.idx_path, "its document index does not rise from 0 to at most the number of sequences", REMAKE
-            )
+            raise DataError(self.idx_path, "its document index must rise from 0 to the number of sequences", REMAKE)
 
     @property
     def note(self) -> str | None:

@@ -129,9 +129,7 @@ class HuggingFaceTokenizer(Tokenizer):
             if found is not None:
                 return found
         if end:
-            raise DataError(
-                "tokenizer.eod_token", f"{self.name} has no token {end!r}", "name a token of its vocabulary"
-            )
+            raise DataError("tokenizer.eod_token", f"{self.name} has no token {end!r}", "name one of its tokens")
         return None
 
     def encode(self, text: str) -> list[int]:
@@ -281,9 +279,7 @@ class CharactersTokenizer(Tokenizer):
             or not all(isinstance(each, str) and len(each) == 1 for each in characters)
             or len(set(characters)) != len(characters)
         ):
-            raise DataError(
-                path, "it must be a JSON list of different characters", "make it with deepy data train-tokenizer"
-            )
+            raise DataError(path, "must be a JSON list of different characters", "use deepy data train-tokenizer")
         self.characters = characters
         self.ids = {each: index for index, each in enumerate(characters)}
         self.unknown_id, self.eod_id = len(characters), len(characters) + 1
@@ -297,9 +293,7 @@ class CharactersTokenizer(Tokenizer):
         return "".join((self.characters + special)[each] if each < self.size else "" for each in ids)
 
     def bytes_of_ids(self) -> list[bytes]:
-        return [
-            each.encode("utf-8", "replace") for each in [*self.characters, "\N{REPLACEMENT CHARACTER}", "<|endoftext|>"]
-        ]
+        return [x.encode("utf-8", "replace") for x in [*self.characters, "\N{REPLACEMENT CHARACTER}", "<|endoftext|>"]]
 
 
 def build_tokenizer(section: TokenizerSection) -> Tokenizer:
@@ -309,9 +303,7 @@ def build_tokenizer(section: TokenizerSection) -> Tokenizer:
         DataError: its files are missing or damaged, or it lacks the end-of-document token.
     """
     if section.type == "none":
-        raise DataError(
-            "tokenizer.type", "it is none, so there is no tokenizer", "set tokenizer.type and tokenizer.path"
-        )
+        raise DataError("tokenizer.type", "it is none: there is no tokenizer", "set tokenizer.type and tokenizer.path")
     tokenizer = _BUILDERS[section.type](section)
     if section.eod_id is not None:
         if section.eod_id >= tokenizer.size:
@@ -339,9 +331,7 @@ def _path(section: TokenizerSection, what: str) -> str:
 def _file(section: TokenizerSection, what: str) -> Path:
     file = Path(_path(section, what))
     if not file.is_file():
-        raise DataError(
-            file, f"this file does not exist, and a {section.type} tokenizer needs {what}", "correct tokenizer.path"
-        )
+        raise DataError(file, f"it does not exist, and a {section.type} tokenizer needs {what}", "correct the path")
     return file
 
 
@@ -411,15 +401,11 @@ def _gpt2(section: TokenizerSection) -> Tokenizer:
     merges = Path(section.merges) if section.merges else vocabulary.with_name("merges.txt")
     for file in (vocabulary, merges):
         if not file.is_file():
-            raise DataError(
-                file, "this file of a gpt2 tokenizer does not exist", "set tokenizer.path and tokenizer.merges"
-            )
+            raise DataError(file, "this file of a gpt2 tokenizer is missing", "set tokenizer.path and tokenizer.merges")
     try:
         backend = Backend(models.BPE.from_file(str(vocabulary), str(merges)))
     except Exception as error:  # the library raises bare Exception for every kind of damage
-        raise DataError(
-            vocabulary, f"vocabulary and merges cannot be read ({error})", "give GPT-2's two files"
-        ) from error
+        raise DataError(vocabulary, f"it or its merges cannot be read ({error})", "give GPT-2's two files") from error
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     content = [read_json(vocabulary), merges.read_text(encoding="utf-8").splitlines()]

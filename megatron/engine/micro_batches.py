@@ -74,12 +74,7 @@ def inputs_of(micro: MicroBatch, form: StreamForm) -> dict[str, Tensor]:
 
 
 def micro_batches(
-    batch: StepBatch,
-    form: StreamForm,
-    scale: Tensor | float,
-    device: torch.device,
-    context: ContextGroup,
-    depth: int = 0,
+    batch: StepBatch, form: StreamForm, scale: Tensor | float, device: torch.device, group: ContextGroup, depth: int = 0
 ) -> Iterator[MicroBatch]:
     """The micro-batches of a step on `device`: this rank's part of every sample, every label's weight times `scale`.
 
@@ -88,7 +83,7 @@ def micro_batches(
     """
 
     def own(whole: Tensor) -> Tensor:
-        return context.cut(to_device(whole, device), 2)
+        return group.cut(to_device(whole, device), 2)
 
     both = to_device(batch.tokens, device)
     tokens, labels = own(both[..., :-1]), own(both[..., 1:])
@@ -108,7 +103,7 @@ def micro_batches(
     for index in range(tokens.shape[0]):
         weights = torch.ones(labels.shape[1:], device=device) if mask is None else mask[index]
         named_here = {name: extras[name][index] for name in extras}
-        further = _further(batch, index, scale, device, context, depth) if depth else None
+        further = _further(batch, index, scale, device, group, depth) if depth else None
         numbers = {name: each[index] for name, each in columns.items()}
         yield MicroBatch(tokens[index], labels[index], weights * scale, named_here, further, numbers)
 

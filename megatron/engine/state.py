@@ -219,9 +219,7 @@ class EngineState:
         parameters, and fingerprints of the files that it reads."""
         self._create_states()  # before the first update the counts are 0, not missing
         names, states = number_names(self.optimizer), self.optimizer.state.values()
-        found: dict[str, Any] = {
-            name: float(state[name]) for state in reversed(states) for name in names if name in state
-        }
+        found: dict[str, Any] = {name: float(each[name]) for each in reversed(states) for name in names if name in each}
         read = fingerprints(self.optimizer)
         return {**found, FINGERPRINTS: read} if read else found
 

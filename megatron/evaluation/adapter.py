@@ -59,10 +59,7 @@ class HarnessModel(TemplateLM):
         return self._tokens.encode(string)
 
     def _loglikelihood_tokens(
-        self,
-        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
-        disable_tqdm: bool = False,
-        **_: Any,
+        self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         texts = [self._text(words, context, continuation) for words, context, continuation in requests]
         found = [(score.log_likelihood, score.greedy) for score in self._leader.score(texts)]
@@ -141,9 +138,7 @@ class HarnessModel(TemplateLM):
         chosen = {word: options.pop(word) for word in SAMPLING_WORDS if options.get(word) is not None}
         foreign = [word for word, value in options.items() if word not in SILENT_WORDS and value is not None]
         if foreign or options.get("num_beams", 1) != 1:
-            raise TaskError(
-                f"the task asks for {', '.join(foreign) or 'beams'} in a generation, which is not known here"
-            )
+            raise TaskError(f"the task asks for {', '.join(foreign) or 'beams'} in a generation, which is unknown here")
         try:
             return Sampling(**chosen, seed=self._seed) if samples else GREEDY
         except (TypeError, ValueError) as error:

@@ -263,11 +263,7 @@ def _too_long(options: Options, config: Config) -> list[str]:
     if longest < there:
         have = f"ranks that share sequences can have {longest} of the model's {there} positions"
     asked = {"--needles": max(options.needles, default=0), "--max-length": options.max_length or 0}
-    return [
-        f"{option} has {tokens} tokens, and {have}: use at most these"
-        for option, tokens in asked.items()
-        if tokens > longest
-    ]
+    return [f"{option} has {n} tokens, and {have}: use at most these" for option, n in asked.items() if n > longest]
 
 
 def _way_of_reading(config: Config) -> list[str]:

@@ -157,9 +157,7 @@ def _draw(folder: Path, log: Callable[[str], Any]) -> None:
             continue
         step = found["config"]["model_args"]["step"]
         for task, values in harness.numbers(found).items():
-            name = next(
-                (metric for metric in ("acc_norm", "acc", "exact_match", "bits_per_byte") if metric in values), ""
-            )
+            name = next((each for each in ("acc_norm", "acc", "exact_match", "bits_per_byte") if each in values), "")
             if name:
                 series.setdefault(f"{task} {name}", []).append((step, values[name]))
     if series:

@@ -158,9 +158,7 @@ def _values(request: Request) -> list[str]:
     found = []
     if request.few_shot is not None and request.few_shot < 0:
         found.append(f"{request.name}: few_shot is {request.few_shot}: it must be at least 0")
-    if request.limit is not None and (
-        request.limit <= 0 or (request.limit > 1 and request.limit != int(request.limit))
-    ):
+    if request.limit is not None and (request.limit <= 0 or (request.limit > 1 and request.limit % 1 != 0)):
         found.append(f"{request.name}: limit is {request.limit:g}: it must be a share below 1 or a number of documents")
     return found
 
@@ -250,9 +248,7 @@ def load(name: str, index: TaskManager) -> dict[str, Task]:
 
 def _useless(name: str, error: Exception) -> TaskError:
     """A task is a user's file and code, which may raise anything."""
-    return TaskError(
-        f"the task {name} cannot be used: {type(error).__name__}: {error}. Fix its file, its code or its data"
-    )
+    return TaskError(f"the task {name} cannot be used: {type(error).__name__}: {error}. Fix its file, code or data")
 
 
 def _of_the_hub(name: str, index: TaskManager) -> bool:

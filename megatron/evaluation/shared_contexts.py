@@ -159,9 +159,7 @@ class SharedContexts:
 
     def _read(self, bundle: list[Group], passes: int, texts: Sequence[Text], found: dict[int, _Found]) -> None:
         """Read the contexts, and then their endings in `passes` passes. A rank without endings reads padding."""
-        firsts = [
-            (row, index) for row, group in enumerate(bundle) for indices in group.endings.values() for index in indices
-        ]
+        firsts = [(row, i) for row, group in enumerate(bundle) for indices in group.endings.values() for i in indices]
         contexts = [group.context for group in bundle] or [(PAD,)]
         length, state = len(contexts[0]), self.engine.new_state()
         asked = [(row, length - 1, index, 0) for row, index in firsts]

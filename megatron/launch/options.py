@@ -61,9 +61,7 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
     )
     for name, (what, meaning) in KEYS.items():
         made.add_argument(f"--{name}", metavar=what, help=meaning)
-    made.add_argument(
-        "--dry-run", action="store_true", help="check everything and print each host's command, without starting"
-    )
+    made.add_argument("--dry-run", action="store_true", help="check everything and print each host's command, no start")
     rehearsal = {
         "--rehearse": "report the needs of --ranks ranks: run one of each kind on tensors without values, no start",
         "--device": "with --rehearse: a device of the ranks, such as h100",
@@ -75,18 +73,14 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
     for name, meaning in rehearsal.items():  # only train.py can be rehearsed
         form: dict[str, Any] = {"metavar": metavars[name]} if name in metavars else {"action": "store_true"}
         made.add_argument(name, help=meaning if verb in (None, "train") else argparse.SUPPRESS, **form)
-    made.add_argument(
-        "--sbatch", action="store_true", help="write a Slurm job script from launch.batch and print its path"
-    )
+    made.add_argument("--sbatch", action="store_true", help="write a Slurm script from launch.batch and print its path")
     made.add_argument("--submit", action="store_true", help="with --sbatch: submit the script too")
     made.add_argument(
         "--print", choices=("sbatch", "pbs", "k8s"), dest="template", help="print a job script or manifest for this run"
     )
     made.add_argument("-d", "--conf_dir", metavar="FOLDER", help="folder of the configuration files, as in GPT-NeoX")
     made.add_argument("--logs", metavar="RUN", help="print the ranks' log files of a run directory, merged by time")
-    made.add_argument(
-        "--status", metavar="RUN", help="show where every rank of a running job is, and which ranks wait for which"
-    )
+    made.add_argument("--status", metavar="RUN", help="show where each rank of a job is, and which wait for which")
     made.add_argument("--stacks", metavar="RUN", help="print the Python stack of every rank of a running job")
     words = "a.yml ... key.path=value ..." if verb else "SCRIPT.py a.yml ... key.path=value ..."
     made.add_argument("words", nargs=argparse.REMAINDER, metavar=words)

@@ -221,9 +221,7 @@ def _compare_hosts(plan: JobPlan) -> int:
     path = _ledger(plan)
     if found and path.exists():  # a run that never began has none
         ledger = Ledger(path)
-        ledger.write(
-            "compared", slow=[{"hosts": each.hosts, "check": each.check, "value": each.value} for each in found]
-        )
+        ledger.write("compared", slow=[{"hosts": one.hosts, "check": one.check, "value": one.value} for one in found])
         ledger.close()
     return 0
 

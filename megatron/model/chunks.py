@@ -84,9 +84,7 @@ def mapped(state: Any, instead: Callable[[Any], Any]) -> Any:
         return state
     if (other := instead(state)) is not None:
         return other
-    return replace(
-        state, **{each.name: mapped(getattr(state, each.name), instead) for each in dataclasses.fields(state)}
-    )
+    return replace(state, **{one.name: mapped(getattr(state, one.name), instead) for one in dataclasses.fields(state)})
 
 
 def recomputed_call(function: Callable[..., Any], *inputs: Any) -> Any:

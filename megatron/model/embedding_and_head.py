@@ -295,24 +295,19 @@ class Head(nn.Module):
         return at_least_fp32(x_BSH) @ at_least_fp32(sum_gradient(self.value, self.mesh.tensor))[0]
 
     def _further_loss(
-        self,
-        modules: MultiTokenPrediction,
-        stream: Stream,
-        labels_BS: Tensor,
-        weights_BS: Tensor,
-        further: FurtherLabels,
+        self, parts: MultiTokenPrediction, stream: Stream, labels_BS: Tensor, weights_BS: Tensor, further: FurtherLabels
     ) -> tuple[Tensor, Tensor, Stream]:
         """(weighted sum of the losses of the next and of further tokens, cross-entropies [B, S] of the next token, the
         stream after the last module). All go through the head together, so that its gradient is computed once."""
         x = self.normed(stream.hidden)
-        later, stream = modules(x, stream, labels_BS, further)
+        later, stream = parts(x, stream, labels_BS, further)
         loss, ce = self._cross_entropy(
             torch.cat([x, *later]),
             torch.cat([labels_BS, *further.labels]),
-            torch.cat([weights_BS, *(modules.weight * further.weights)]),
+            torch.cat([weights_BS, *(parts.weight * further.weights)]),
         )
         ce_BS, ce_KBS = ce[: len(labels_BS)], ce[len(labels_BS) :].view_as(further.labels)
-        modules.add(ce_KBS, further.weights)
+        parts.add(ce_KBS, further.weights)
         return loss, ce_BS, stream
 
     def _loss(

@@ -70,16 +70,11 @@ class Initialisation:
     """
 
     def __init__(
-        self,
-        options: InitOptions,
-        hidden_size: int,
-        blocks: int,
-        index: int = 0,
-        factors: Parametrization | None = None,
+        self, own: InitOptions, hidden_size: int, blocks: int, index: int = 0, factors: Parametrization | None = None
     ):
-        self.options, self.hidden_size, self.blocks, self.index = options, hidden_size, blocks, index
+        self.options, self.hidden_size, self.blocks, self.index = own, hidden_size, blocks, index
         self.factors = factors or Parametrization()
-        self.layers = options.layers or blocks
+        self.layers = own.layers or blocks
 
     def at(self, index: int) -> "Initialisation":
         """The same for the block of this index."""

@@ -150,10 +150,7 @@ def live_channels(used: Sequence[Mapping[str, Channel]]) -> list[dict[str, Chann
         return made and (name == LOSS or any(name in each for each in used[index:]))
 
     known = {name: channel for each in used for name, channel in each.items()}
-    return [
-        {name: known[name] for name in sorted(known) if alive(name, known[name], index)}
-        for index in range(len(used) + 1)
-    ]
+    return [{name: known[name] for name in sorted(known) if alive(name, known[name], i)} for i in range(len(used) + 1)]
 
 
 @dataclass(frozen=True)

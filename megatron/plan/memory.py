@@ -56,11 +56,7 @@ class Memory:
         return sum(self.parts[name] for name in ("activations", "working", "loss"))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "stage": self.stage,
-            "total": round(self.total),
-            **{name: round(size) for name, size in self.parts.items()},
-        }
+        return {"stage": self.stage, "total": round(self.total), **{key: round(n) for key, n in self.parts.items()}}
 
 
 def states(config: Config, layout: Layout, weights: RankWeights) -> dict[str, float]:

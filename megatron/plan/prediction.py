@@ -225,9 +225,7 @@ def read_history(path: Path | None = None) -> list[HistoryEntry]:
 def _entry(line: bytes) -> HistoryEntry | None:
     try:
         values = json.loads(line)
-        needs = [
-            Need(*(float(values[name][key]) for key in ("seconds", "memory"))) for name in ("predicted", "measured")
-        ]
+        needs = [Need(*(float(values[name][k]) for k in ("seconds", "memory"))) for name in ("predicted", "measured")]
         if not all(0 < value < 1e18 for need in needs for value in (need.seconds, need.memory)):
             return None
         kinds = tuple(map(str, values["kinds"]))

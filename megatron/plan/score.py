@@ -116,9 +116,7 @@ def score(chosen: Iterable[PublishedRun] | None = None, devices: Mapping[str, De
 
 def fit() -> dict[str, dict[str, float]]:
     """Each device's shares with the least mean error on its runs that may be fitted, one share after the other."""
-    return {
-        name: _fitted(name, known_devices()[0][name]) for name in dict.fromkeys(run.values["gpu"] for run in runs())
-    }
+    return {gpu: _fitted(gpu, known_devices()[0][gpu]) for gpu in dict.fromkeys(run.values["gpu"] for run in runs())}
 
 
 def _fitted(name: str, device: Device) -> dict[str, float]:

@@ -172,10 +172,7 @@ class Question:
                 put(found, path, value)
         if "global_batch_size" in self.missing:
             put(found, ("training", "global_batch_size"), self.missing["global_batch_size"])
-        shown = (
-            yaml.safe_dump({name: value}, default_flow_style=True, sort_keys=False, width=1000)
-            for name, value in found.items()
-        )
+        shown = (yaml.safe_dump({k: v}, default_flow_style=True, sort_keys=False, width=1000) for k, v in found.items())
         return "".join(each[1:-2] + "\n" for each in shown)
 
     def refusal(self, choice: Candidate) -> Problem | None:

@@ -59,9 +59,7 @@ def exchanges(config: Config, kind: Kind, choice: Candidate, state: float = 0.0)
         keys = lcm(keys, u)
         into, out = tokens * (heads * of_key + keys * (of_key + of_value)) * size, tokens * heads * of_value * size
         once = 1 if choice.recompute != "none" else 0  # collectives of a selective recomputation run again, too
-        found += [
-            SequenceMessages("all_to_all", u, each, 1, backward) for each in (into, out) for backward in (False, True)
-        ]
+        found += [SequenceMessages("all_to_all", u, x, 1, backward) for x in (into, out) for backward in (False, True)]
         found += once * [SequenceMessages("all_to_all", u, each, 1, True) for each in (into, out)]
     ring = n // u
     if ring > 1:

@@ -367,13 +367,7 @@ class StepEstimator:
         return 2 * collective(self.at, pair, "send", elements * SIZES[dtype])
 
     def _data(
-        self,
-        config: Config,
-        layout: Layout,
-        weights: RankWeights,
-        work: MicroBatchTime,
-        at: dict[str, Group],
-        count: int,
+        self, config: Config, layout: Layout, weights: RankWeights, work: MicroBatchTime, at: dict[str, Group], n: int
     ) -> float:
         """Sums of gradients and gathered weights that no computation hides."""
         mixed = self.compute != "fp32"
@@ -395,14 +389,14 @@ class StepEstimator:
                 seconds += sum(collective(self.at, at[axis], *each, ceil(number / bucket)) for each in messages)
             return seconds
 
-        gather, times = sums("all_gather", self.size), 1 if config.zero.reduce == "step" else count
+        gather, times = sums("all_gather", self.size), 1 if config.zero.reduce == "step" else n
         if layout.zero_stage == 3 and layout.pipeline > 1:
             parallel = config.parallel
-            share = _gathers((parallel.pipeline, parallel.stages_per_rank, parallel.schedule), count, times > 1)
+            share = _gathers((parallel.pipeline, parallel.stages_per_rank, parallel.schedule), n, times > 1)
             return share * gather + times * sums("reduce_scatter", reduced)
         if layout.zero_stage == 3:
             beside = OVERLAP * work.computing if config.zero.overlap else 0.0
-            return max(0.0, count * 2 * gather + times * sums("reduce_scatter", reduced) - count * beside)
+            return max(0.0, n * 2 * gather + times * sums("reduce_scatter", reduced) - n * beside)
         if scattered:
             under = 0.0 if self.device.name == "cpu" else OVERLAP * 2 / 3 * work.computing
             passes = times if layout.zero_stage == 2 else 1
@@ -411,7 +405,7 @@ class StepEstimator:
         plain = layout.pipeline == 1 and config.zero.overlap and layout.zero_stage > 0
         hidden = OVERLAP * 2 / 3 * work.computing
         if layout.zero_stage == 2:
-            return times * max(0.0, reduce - (hidden if plain and times == count else 0.0)) + gather
+            return times * max(0.0, reduce - (hidden if plain and times == n else 0.0)) + gather
         late = mixed and config.precision.accumulate == "fp32"  # DeepSpeed's bf16 optimizer
         reduce = max(0.0, reduce - hidden) if plain and not late else reduce
         return reduce + (gather if layout.zero_stage else 0.0)

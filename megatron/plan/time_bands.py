@@ -304,9 +304,7 @@ def _fitted(bands: Mapping[str, Band], kept: float, room: float) -> dict[str, Ba
     derived = {name: each for name, each in bands.items() if not each.measured and name != "bubble"}
     taken = sum(each.seconds for each in derived.values())
     factor = min(1.0, room / taken) if taken > 0 else 1.0
-    found = {
-        name: replace(each, seconds=each.seconds * (factor if name in derived else 1.0)) for name, each in bands.items()
-    }
+    found = {name: replace(x, seconds=x.seconds * (factor if name in derived else 1.0)) for name, x in bands.items()}
     host = found.pop("host", Band("host", 0.0, False, FORMULAS))
     rest = kept - sum(each.seconds for each in found.values())
     if rest < 0:  # rounding, and traces of other steps
@@ -401,8 +399,7 @@ def _cascade(found: TimeProfile) -> list[str]:
 def advice(found: TimeProfile) -> list[str]:
     """How to reduce the largest bands: up to three sentences."""
     able = sorted(
-        (each for each in found.bands if each.name != "matrix" and each.seconds >= WORTH * found.wall),
-        key=lambda each: -each.seconds,
+        (x for x in found.bands if x.name != "matrix" and x.seconds >= WORTH * found.wall), key=lambda x: -x.seconds
     )
     rate = "little of the peak"
     if found.peak and found.matrix_rate is not None:

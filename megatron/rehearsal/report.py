@@ -245,9 +245,7 @@ def text(found: dict[str, Any]) -> str:
         lines += ["", *_rank(each)]
     lines.append("")
     if "step_seconds" in found:
-        lines.append(
-            f"a step: about {found['step_seconds']:.3g} s, by these counts and the figures of {found['figures']}"
-        )
+        lines.append(f"a step: about {found['step_seconds']:.3g} s, by these counts and figures of {found['figures']}")
     lines += [
         f"a checkpoint: {readable_bytes(found['checkpoint_bytes'])} in {found['checkpoint_files']} files of ranks, "
         f"and an index of about {found['checkpoint_fragments']:,} fragments"
@@ -279,9 +277,7 @@ def _rank(each: dict[str, Any]) -> list[str]:
         f"rank {each['rank']} ({place}): {each['layers']}",
         f"most memory: {readable_bytes(memory['tensors'])} of tensors, in {where} ({moment['operation']})",
     ]
-    rows = [
-        [f"  {part}", readable_bytes(size), f"{size / memory['tensors']:.1%}"] for part, size in memory["parts"].items()
-    ]
+    rows = [[f"  {name}", readable_bytes(n), f"{n / memory['tensors']:.1%}"] for name, n in memory["parts"].items()]
     if memory["allowance"]:
         rows.append(["  allocator, driver, communicators (allowance)", readable_bytes(memory["allowance"]), ""])
     lines.append(table(["  part", "bytes", "of tensors"], rows))

@@ -147,9 +147,7 @@ def read_accounts(folder: str | Path) -> dict[int, RankAccount]:
         name = path.stem.removeprefix("rank_")
         accounts[int(name) if name.isascii() and name.isdigit() else -1] = account
     if not accounts:
-        raise ValueError(
-            f"{Path(folder, FOLDER)} has no accounts (rank_<n>.jsonl): train with logging.communication=counts"
-        )
+        raise ValueError(f"{Path(folder, FOLDER)} has no accounts (rank_<n>.jsonl): set logging.communication=counts")
     return dict(sorted(accounts.items()))
 
 

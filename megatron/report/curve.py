@@ -130,10 +130,7 @@ class History:
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """The training loss and the validation losses by name, as points."""
         training = [(record["step"], record["loss"]) for record in self.training if record["loss"] is not None]
-        named = {
-            "validation" if name == "validation" else f"validation: {name}": points
-            for name, points in self.validation.items()
-        }
+        named = {"validation" if n == "validation" else f"validation: {n}": p for n, p in self.validation.items()}
         return {"training": training, **named}
 
 

@@ -91,11 +91,7 @@ class StepTimes:
     def rows(self) -> list[StepRow]:
         found = {key: StepRow(key, each, None, None) for key, each in self.durations.by(*FIELDS).items()}
         for key, row in found.items():
-            own = [
-                (kind, each)
-                for kind, each in self.durations
-                if (kind.phase, kind.group, kind.operation, kind.dtype) == key
-            ]
+            own = [(k, each) for k, each in self.durations if (k.phase, k.group, k.operation, k.dtype) == key]
             rates = [(each.transfer, rate) for kind, each in own if (rate := bus_bandwidth(kind, each)) is not None]
             if rates:
                 mean = sum(seconds * rate for seconds, rate in rates) / sum(seconds for seconds, _ in rates)
@@ -258,9 +254,7 @@ class TimedSteps:
         return Shares(*map(sum, zip(*self.shares.values(), strict=True))) if self.shares else Shares(0, 0.0, 0.0)
 
     def facts(self) -> dict[str, Any]:
-        calls = [
-            {**dict(zip(FIELDS, key)), **each._asdict(), "hidden": each.hidden} for key, each in self.shares.items()
-        ]
+        calls = [{**dict(zip(FIELDS, key)), **one._asdict(), "hidden": one.hidden} for key, one in self.shares.items()]
         return {"steps": list(self.steps), "ranks": self.ranks, "calls": calls}
 
 

@@ -47,9 +47,7 @@ def read_forks(
     """The branches in `forks:` of a suite's file. `tell` receives each error (place, rule, fix)."""
     entries = [given] if isinstance(given, dict) else given
     if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
-        tell(
-            ("forks",), "must be a mapping with `at` and `steps`, or a list of them", "forks: {at: [1000], steps: 100}"
-        )
+        tell(("forks",), "must be a mapping of `at` and `steps`, or a list of them", "forks: {at: [1000], steps: 100}")
         return []
     found: dict[int, Fork] = {}
     for entry in entries:

@@ -40,11 +40,7 @@ def sampler(
         own.state.for_evaluation()
         sampling = Sampling(options.temperature, options.top_k, options.top_p, seed=config.training.seed + step)
         ids = [tuple(tokenizer.encode(prompt)) for prompt in prompts]
-        requests = [
-            Request(each, options.tokens, number, sampling, end=tokenizer.eod_id)
-            for number, each in enumerate(ids)
-            if each
-        ]
+        requests = [Request(x, options.tokens, n, sampling, end=tokenizer.eod_id) for n, x in enumerate(ids) if x]
         where = {"device": own.device, "axis": own.mesh.replicas, "stages": own.mesh.pipeline}
         made = iter(continuations(reading, requests, vocabulary=tokenizer.size, **where))
         return [tokenizer.decode(next(made)) if each else "" for each in ids]

@@ -73,9 +73,7 @@ def main(arguments: Sequence[str]) -> int:
             plan = outside.plan(config)
         model, config = load_model(path, device, plan=plan)
         if model.plan.depth is None and (options.depth, options.tolerance) != (None, None):
-            raise UserError(
-                f"{path}: --depth and --tolerance are for models with a recurrent(...) group in model.layers"
-            )
+            raise UserError(f"{path}: --depth and --tolerance need a recurrent(...) group in model.layers")
         reading = chosen(options, config, device)
         if reading is not None and (options.no_cache or options.tolerance is not None or place.world_size > 1):
             raise UserError("--loki and --sift must come without --no-cache and --tolerance, on one rank")

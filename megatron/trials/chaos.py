@@ -167,9 +167,7 @@ def _drawn_from(arena: Arena, disk: bool, only: Iterable[str]) -> list[Fault]:
     possible = arena.possible(disk)
     if not any(each in possible for each in wanted):
         needs = "; ".join(f"{each.name}: {', '.join(each.needs)}" for each in wanted)
-        raise TrialError(
-            f"none of these faults can happen to this run here. They need {needs} (disk and network need root)"
-        )
+        raise TrialError(f"none of these faults can happen to this run. They need {needs} (disk and network need root)")
     return [each for each in wanted if each in possible]
 
 

@@ -28,9 +28,7 @@ def vendor() -> str | None:
 
 def visible(environment: Mapping[str, str]) -> list[str] | None:
     """The devices that the environment lets a process see, as it names them, or None."""
-    return next(
-        (_names(environment[name]) for name in VISIBLE.get(vendor() or "nvidia", ()) if name in environment), None
-    )
+    return next((_names(environment[key]) for key in VISIBLE.get(vendor() or "nvidia", ()) if key in environment), None)
 
 
 def _names(text: str) -> list[str]:
@@ -81,9 +79,7 @@ def visibility(slots: tuple[int, ...], environment: Mapping[str, str], device: s
     if any(slot >= len(names) for slot in slots):
         if device == "auto" and not names:
             return {}
-        raise ValueError(
-            f"slots {list(slots)} ask for more than the {len(names)} visible devices ({', '.join(names) or 'none'})"
-        )
+        raise ValueError(f"slots {list(slots)} exceed the {len(names)} visible devices ({', '.join(names) or 'none'})")
     name = next((each for each in VISIBLE[maker] if each in environment), VISIBLE[maker][0])
     order = {"CUDA_DEVICE_ORDER": environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")} if maker == "nvidia" else {}
     return {name: ",".join(names[slot] for slot in slots), **order}  # the driver's order, in which cores are searched

@@ -59,7 +59,7 @@ def test_each_fault_is_survived(name: str, tmp_path: Path) -> None:
 def test_a_fault_that_cannot_happen_is_said_before_anything_is_trained(tmp_path: Path) -> None:
     status, rounds, said = chaos(tmp_path, "--only", "rank stopped for good", "--ranks", "1")
     assert status == 3 and not rounds
-    assert "none of these faults can happen to this run here. They need rank stopped for good: ranks" in said
+    assert "none of these faults can happen to this run. They need rank stopped for good: ranks" in said
 
     assert not list((tmp_path / "runs").rglob("*"))
 

@@ -226,7 +226,7 @@ def test_experts_that_do_not_divide():
     with pytest.raises(CheckpointError, match="6 experts must be divisible by 4 ranks"):
         owned(parse_layout("data=4,expert=4"), {(tensor.name, "master"): torch.float32}, {tensor.name: tensor})
     for to, message in (
-        ("data=4,expert=3", "4 ranks cannot be cut into groups of 3"),
+        ("data=4,expert=3", "4 ranks cannot form groups of 3"),
         ("expert=0", "at least 1"),
         ("tensor=4,expert_tensor=2", "1 \\(folded\\) or equal tensor=4"),
         ("data=2,expert=2,zero=3", "with ZeRO 3 expert, folded and depth must be 1"),

@@ -166,7 +166,7 @@ def test_hashes_tell_tokenizers_apart(tmp_path, corpus):
         ({"path": "/no/such/t.json"}, "does not exist"),
         ({"type": "sentencepiece", "path": "/no/such"}, "does not exist"),
         ({"type": "tiktoken", "path": "nope"}, "no encoding"),
-        ({"type": "gpt2", "path": "/no/such"}, "does not exist"),
+        ({"type": "gpt2", "path": "/no/such"}, "is missing"),
         ({"type": "bytes", "eod_id": 900}, "is no id"),
     ],
 )

@@ -121,7 +121,7 @@ def test_the_command_tells_the_time_by_the_figures_of_a_machine(machine_file, tm
     assert command.main(["--ranks=2", *named, str(run)]) == 0
     told = capsys.readouterr().out
     where = f"mine in {file}" if machine_file else "cpu in megatron/plan/devices.yml"
-    assert f"the figures of {where}" in told and ("a step: about 7 s" in told) == machine_file
+    assert f"and figures of {where}" in told and ("a step: about 7 s" in told) == machine_file
 
 
 def test_gathered_tensors():

@@ -175,7 +175,7 @@ def test_jobs_of_slurm_for_branches_come_after_those_of_trunks(folder, started, 
 @pytest.mark.parametrize(
     ("forks", "rules"),
     [
-        ("3", ["must be a mapping with `at` and `steps`"]),
+        ("3", ["must be a mapping of `at` and `steps`"]),
         ("{at: 0, steps: 2}", ["small.yml:9", "must be a step, or a list of steps"]),
         ("{at: [3], steps: 1.5}", ["must be a number of steps"]),
         ("{at: [3, 3], steps: 1, until: 4}", ["3 comes again", "must be one of at, set, steps"]),

@@ -222,11 +222,7 @@ def _rows(spec: FragmentSpec, width: int) -> list[Span]:
     spans, size = tensor.spans(spec.tensor_rank, spec.tensor_ranks)[shard.last - 1], tensor.shape[shard.last - 1]
     held = sum(span.length for span in spans)
     first, end = spec.start // (held * width), -(-spec.stop // (held * width))  # matrices of a stack
-    return [
-        Span(matrix * size + span.start, span.length, matrix * held + span.local)
-        for matrix in range(first, end)
-        for span in spans
-    ]
+    return [Span(m * size + s.start, s.length, m * held + s.local) for m in range(first, end) for s in spans]
 
 
 def _row_bands(start: int, stop: int, width: int) -> list[tuple[int, int, int, int]]:

@@ -230,9 +230,7 @@ def read_manifest(root: Path) -> Manifest:
             refuse_checksum(path, checksum(content.encode()), outer["checksum"])
             inner = json.loads(content)
             if inner["format"] not in (1, FORMAT):
-                raise CheckpointError(
-                    path, f"its format is {inner['format']}. This version reads formats 1 to {FORMAT}"
-                )
+                raise CheckpointError(path, f"its format is {inner['format']}. This version reads 1 to {FORMAT}")
             parts = inner["parts"]
             if lost := {INDEX_NAME, META_NAME} - set(parts):
                 raise ValueError(f"it does not name {' and '.join(sorted(lost))}")

@@ -86,9 +86,7 @@ class Layers:
     def pattern(self, theirs: PreTrainedConfig) -> str:
         """Our layer pattern of their list of layers."""
         names = {theirs: ours for ours, theirs in self.blocks.items()}
-        runs = itertools.groupby(
-            names[each] for each in getattr(theirs, "layers_block_type", None) or theirs.layer_types
-        )
+        runs = itertools.groupby(names[x] for x in getattr(theirs, "layers_block_type", None) or theirs.layer_types)
         return " ".join(f"{name} x{len(list(run))}" for name, run in runs)
 
     def names(self, model: ModelSection) -> list[str]:
@@ -276,9 +274,7 @@ class Architecture:
         if not self.predicts_more:
             return []
         numbers = {name: re.match(rf"{re.escape(self.prefix)}layers\.(\d+)\.", name) for name in names}
-        return [
-            name for name, found in numbers.items() if (int(found[1]) >= layers if found else name.startswith("mtp."))
-        ]
+        return [name for name, hit in numbers.items() if (int(hit[1]) >= layers if hit else name.startswith("mtp."))]
 
     def keeps_further(self, model: ModelSection) -> bool:
         """Whether it has our model's modules that predict further tokens."""

@@ -147,9 +147,7 @@ def match(
         if source is None or source not in there:
             problems.append(f"left over: {there[name]}")
         elif not _same(read(there[name]), read(there[source])):
-            problems.append(
-                f"{there[name]} and {there[source]} are one tensor of layers that share it, but they differ"
-            )
+            problems.append(f"{there[name]} and {there[source]} are one tensor of layers that share it, but differ")
     if problems:
         raise CheckpointError(architecture.class_name, problems)
     return there
@@ -173,10 +171,7 @@ def _untied(
     embedding = next(step.theirs[0] for step in steps if step.ours == (EMBEDDING,))
     if _same(read(there[architecture.head]), read(there[embedding])):
         return []
-    return [
-        f"the configuration says that {there[architecture.head]} is {there[embedding]} (tie_word_embeddings), "
-        "but they differ"
-    ]
+    return [f"tie_word_embeddings says that {there[architecture.head]} is {there[embedding]}, but they differ"]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

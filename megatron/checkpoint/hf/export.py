@@ -200,9 +200,7 @@ def _export_whole(
     if name is not None:
         raise CheckpointError(out, f"the model is a class of transformers already: remove --architecture {name}")
     if REWARD in checkpoint.tensors:
-        raise CheckpointError(
-            out, "a reward model that is a class of transformers has no form for export: score with it"
-        )
+        raise CheckpointError(out, "a reward model that is a class of transformers cannot be exported: score with it")
     wanted, read = TYPES[dtype] if dtype else type_of(checkpoint), tensor_reader(checkpoint, torch.float32)
     model: Any = build_model(config, dtype=torch.float32, values=False)
     with torch.no_grad():
@@ -260,9 +258,7 @@ def _unskipped(theirs: PreTrainedConfig, config: Config) -> list[str]:
     if pad is None or pad not in (*ends, config.tokenizer.eod_id):
         return []
     theirs.pad_token_id = None
-    return [
-        f"pad_token_id={pad} is removed, since it ends documents, where values are read: batches need another filler"
-    ]
+    return [f"pad_token_id={pad} is removed, as it ends documents, where values are read: batches need another filler"]
 
 
 def _beyond(theirs: PreTrainedConfig) -> list[str]:

@@ -120,9 +120,7 @@ def locate(model: str, extensions: Extensions = ()) -> Path:
         snapshots = sorted(each for each in Path(model).glob("snapshots/*") if (each / CONFIG).exists())
         if snapshots and not (Path(model) / CONFIG).exists():
             there = " or ".join(map(str, snapshots))
-            raise CheckpointError(
-                model, f"it is a model's folder in the hub's cache: give one of its versions, {there}"
-            )
+            raise CheckpointError(model, f"it is a model's folder in the hub's cache: give a version of it, {there}")
         return Path(model)
     from huggingface_hub import constants, hf_hub_download, snapshot_download
 
@@ -332,11 +330,7 @@ def _logical_tensors(source: WeightSource, resolved: Resolved) -> dict[str, Logi
 
 
 def _check_shapes(
-    folder: Path,
-    steps: list[ConversionStep],
-    logical: dict[str, LogicalTensor],
-    source: WeightSource,
-    there: dict[str, str],
+    path: Path, steps: list[ConversionStep], ours: dict[str, LogicalTensor], source: WeightSource, there: dict[str, str]
 ) -> None:
     """Refuse tensors of other shapes than ours, and of different types in one step, before anything is written."""
     problems = []
@@ -350,7 +344,7 @@ def _check_shapes(
             for name in names
             if source.types[name] not in (WHOLE if step.form.whole else WEIGHTS)
         ]
-        wanted = step.shapes({name: logical[name].shape for name in step.ours})
+        wanted = step.shapes({name: ours[name].shape for name in step.ours})
         found = {name: source.shapes[there[name]] for name in step.theirs}
         if found != wanted and not step.cut_otherwise(found, wanted):
             problems += [
@@ -359,7 +353,7 @@ def _check_shapes(
                 if found[name] != shape
             ]
     if problems:
-        raise CheckpointError(folder, problems)
+        raise CheckpointError(path, problems)
 
 
 def _values(

@@ -60,9 +60,7 @@ def rope_values(
     given = {name: value for name, value in parameters.items() if value is not None}
     if "attention_factor" in given:
         known |= {"mscale", "mscale_all_dim"}
-    problems = [
-        f"rope_parameters.{name}={value!r} is not computed here" for name, value in given.items() if name not in known
-    ]
+    problems = [f"rope_parameters.{name}={v!r} is not computed here" for name, v in given.items() if name not in known]
     fraction = given.get("partial_rotary_factor", 1.0)
     if not partial and fraction != 1.0:
         problems.append(f"rope_parameters.partial_rotary_factor={fraction} is not computed here")

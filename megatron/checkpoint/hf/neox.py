@@ -38,9 +38,7 @@ ROWS = (
 )
 COLUMNS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 OUTPUT_BIASES = ("attention.dense.bias", "mlp.dense_4h_to_h.bias")
-NORMS = tuple(
-    f"{norm}.{part}" for norm in ("input_layernorm", "post_attention_layernorm", "norm") for part in ("weight", "bias")
-)
+NORMS = tuple(f"{n}.{p}" for n in ("input_layernorm", "post_attention_layernorm", "norm") for p in ("weight", "bias"))
 OUTSIDE = {
     "word_embeddings.": "gpt_neox.embed_in.",
     "norm.": "gpt_neox.final_layer_norm.",
@@ -204,9 +202,7 @@ def to_checkpoint(folder: Path, config: Sequence[str], out: Path, log: Log) -> t
     _same_model(run, optimizer)
     tensors = logical_tensors(run.resolved)
     steps = plan(GPT_NEOX, tensors, run.resolved.config.model)
-    there = match(
-        GPT_NEOX, steps, run.places, read=lambda name: run.whole(run.places[name], run.weights(run.places[name]))
-    )
+    there = match(GPT_NEOX, steps, run.places, read=lambda n: run.whole(run.places[n], run.weights(run.places[n])))
     step_of = {name: step for step in steps for name in step.ours}
     items = [
         (FragmentSpec.whole(tensors[name], state), torch.float32)
@@ -289,6 +285,4 @@ def _fit(run: NeoXCheckpoint, place: Place, state: str, shards: list[Tensor], we
             problem = f"does not round to the weight in {str(weight.dtype).removeprefix('torch.')}"
         else:
             continue
-        raise CheckpointError(
-            run.folder, f"layer {place[0]}'s {place[1]} of tensor parallel rank {rank}: its {state} {problem}"
-        )
+        raise CheckpointError(run.folder, f"layer {place[0]}'s {place[1]} of tensor rank {rank}: its {state} {problem}")

@@ -111,9 +111,7 @@ class Published:
         kind = next((kind for kind, name in kinds.items() if f"blocks.0.att.{name}" in self.shapes), None)
         if kind is None:
             raise CheckpointError(
-                self.path,
-                f"it is none of {', '.join(kinds)}: it has no block 0 with a tensor att."
-                f"{', att.'.join(kinds.values())}",
+                self.path, f"it is none of {', '.join(kinds)}: block 0 has no att.{', att.'.join(kinds.values())}"
             )
         layers = 1 + max(int(match[1]) for name in self.shapes if (match := re.match(r"blocks\.(\d+)\.", name)))
         att, heads = "blocks.0.att", "r_k" if kind == "rwkv7" else "time_faaaa"

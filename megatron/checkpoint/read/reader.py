@@ -196,9 +196,7 @@ class Checkpoint:
         weights, *wanted_by_any = communicator.any_rank([weights, *(key in used for key in keys)])
         problems = all_problems(communicator, by_layer(problems))
         left = [key for key, found in zip(keys, wanted_by_any, strict=True) if not found]
-        problems += by_layer(
-            f"left over: {name} ({state}) is in the checkpoint, but not in the run" for name, state in left
-        )
+        problems += by_layer(f"left over: {name} ({s}) is in the checkpoint, not in the run" for name, s in left)
         weights = weights or any(state in STAND_INS for _, state in left)
         if problems and not weights:
             problems.insert(

@@ -97,9 +97,7 @@ class Store:
         found = self._named(Path(how), "checkpoint.resume")
         checkpoint = found.checkpoint
         if checkpoint is not None and not checkpoint.meta.resumable:
-            raise CheckpointError(
-                checkpoint.path, "it has only weights: name it in checkpoint.initialize_from to start from them"
-            )
+            raise CheckpointError(checkpoint.path, "it has only weights: start from them by checkpoint.initialize_from")
         return found
 
     def weights(self, path: str | Path, *, key: str = "checkpoint.initialize_from") -> Resume:
@@ -243,9 +241,7 @@ class Store:
         later = [path for path in self.paths() if number_of(path) > after]
         if not later:
             return []
-        aside = next(
-            path for number in itertools.count(1) if not (path := self.directory / f"superseded_{number}").exists()
-        )
+        aside = next(path for n in itertools.count(1) if not (path := self.directory / f"superseded_{n}").exists())
         aside.mkdir()
         for path in later:
             move(path, aside / path.name)

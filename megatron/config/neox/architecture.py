@@ -146,9 +146,7 @@ def _stack(flat: Flat, native: Native) -> None:
 
 def _pattern(kinds: list) -> str:
     """The stack of these kinds, with runs of one kind as one word: (attention/mlp) x2 mamba x3."""
-    runs = [
-        (word, len(list(group))) for word, group in groupby(KINDS.get(str(kind), "attention/mlp") for kind in kinds)
-    ]
+    runs = [(word, len([*group])) for word, group in groupby(KINDS.get(str(kind), "attention/mlp") for kind in kinds)]
     return " ".join(f"{f'({word})' if '/' in word else word} x{count}" for word, count in runs)
 
 
@@ -221,10 +219,7 @@ def _norm(flat: Flat, native: Native) -> None:
     if kind == "layernorm":
         native.put("model.norm.bias", True, "norm")
     if kind == "rmsnorm" and not flat.given("rms_norm_epsilon"):
-        native.note(
-            "model.norm.epsilon: 1.0e-08 is GPT-NeoX's default rms_norm_epsilon. Llama-like models use 1.0e-05 "
-            "or 1.0e-06"
-        )
+        native.note("model.norm.epsilon: 1.0e-08 is GPT-NeoX's default rms_norm_epsilon. Llama uses 1.0e-05 or 1.0e-06")
     native.unused("of a norm that is not used", *({"layernorm_epsilon", "rms_norm_epsilon"} - {epsilon}))
 
 
@@ -234,11 +229,7 @@ def _positions(flat: Flat, native: Native) -> None:
     native.put("model.attention.position", attention, "pos_emb")
     positions, length = flat.count("max_position_embeddings"), flat.count("seq_length")
     if positions and length and positions < length:
-        flat.problem(
-            "max_position_embeddings",
-            f"max_position_embeddings must be at least seq_length ({length})",
-            f"set it to {length}",
-        )
+        flat.problem("max_position_embeddings", f"must be at least seq_length ({length})", f"set it to {length}")
     if embedding == "learned":
         flat.require("max_position_embeddings", "the number of learned positions")
         native.put("model.embedding.max_positions", positions, "max_position_embeddings")
@@ -302,9 +293,7 @@ def _stated_width(flat: Flat, hidden: int) -> int | None:
     """intermediate_size, or expansion_factor times hidden_size, or None if neither is given."""
     size, factor = flat.count("intermediate_size"), flat.number("expansion_factor")
     if size and factor:
-        flat.problem(
-            "expansion_factor", "GPT-NeoX takes intermediate_size or expansion_factor, not both", "remove one of them"
-        )
+        flat.problem("expansion_factor", "GPT-NeoX takes it or intermediate_size, not both", "remove one of them")
     return size or (int(factor * hidden) if factor else None)
 
 

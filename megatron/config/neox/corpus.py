@@ -126,9 +126,7 @@ def _separate_files(flat: Flat, native: Native) -> None:
     for name, key in (("train", "data.train"), ("valid", "data.validation"), ("test", "data.test")):
         paths = f"{name}_data_paths"
         if not flat.given(paths):
-            flat.problem(
-                paths, "train_data_paths, valid_data_paths and test_data_paths are given together", f"add {paths}"
-            )
+            flat.problem(paths, "train_data_paths, valid_data_paths and test_data_paths go together", f"add {paths}")
             continue
         sources = _sources(flat, name)
         value = sources if name == "train" else {"validation" if name == "valid" else name: sources}
@@ -157,9 +155,7 @@ def _sources(flat: Flat, name: str) -> list[dict[str, Any]]:
         return sources
     if len(labels) != len(paths) or not all(isinstance(path, str) for path in labels):
         flat.problem(
-            f"{name}_label_data_paths",
-            f"it must have one prefix for each of the {len(paths)} paths",
-            "write one label file per path",
+            f"{name}_label_data_paths", f"must have one prefix for each of the {len(paths)} paths", "write one per path"
         )
         return sources
     return [source | {"labels": path} for source, path in zip(sources, labels)]

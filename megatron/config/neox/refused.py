@@ -70,9 +70,7 @@ REFUSED: dict[str, Refusal] = {
         "to start from only the weights set finetune: true",
     ),
     "use_checkpoint_lr_scheduler": Refusal(
-        (False,),
-        "the learning rate is a function of only this configuration",
-        "copy the schedule's keys from the checkpoint",
+        (False,), "the learning rate is a function of only this configuration", "copy the schedule from the checkpoint"
     ),
 }
 

@@ -33,9 +33,7 @@ def ranks_fill_the_layout(context: RuleContext) -> Iterator[Problem]:
     if context.ranks is not None and context.ranks % inner:
         below = context.ranks // inner * inner
         counts = " or ".join(str(each) for each in (below, below + inner) if each)
-        keys = [
-            f"parallel.{name}" for name in ("tensor", "columns", "pipeline", "context") if getattr(parallel, name) > 1
-        ]
+        keys = [f"parallel.{key}" for key in ("tensor", "columns", "pipeline", "context") if getattr(parallel, key) > 1]
         product = f"tensor{' * columns' * (parallel.columns > 1)} * pipeline * context"
         yield context.problem(
             " ".join(keys),

@@ -359,10 +359,7 @@ def names_stand_for_something(context: RuleContext) -> Iterator[Problem]:
             continue
         role, registry = key.limits["role"], _registry(context)
         inside = registry_of().names(role)
-        names = (
-            *key.limits["words"],
-            *(name for name in registry.names(role) if role not in ADDED or name not in inside),
-        )
+        names = (*key.limits["words"], *(one for one in registry.names(role) if role not in ADDED or one not in inside))
         if role in ADDED and value in inside:
             rule = f"{value} must be turned on by keys of its own, not listed in {ADDED[role]}"
             yield context.problem_at(path, rule=rule, fix="remove it here")

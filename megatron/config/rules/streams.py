@@ -123,9 +123,7 @@ def streams_can_be_read(context: RuleContext) -> Iterator[Problem]:
             fix = "rename or extract them, if they are texts"
             yield context.problem_at(place, rule=rule, fix=fix, fatal=False)
         if context.starts_here and source.path and (reason := why_not_writable(os.path.dirname(source.path) or ".")):
-            yield context.problem_at(
-                (*path, "path"), rule=f"must be in a folder to write to: {reason}", fix="give path"
-            )
+            yield context.problem_at((*path, "path"), rule=f"must be in a writable folder: {reason}", fix="give path")
 
 
 INPUT_RULES = (streams_have_a_tokenizer, streams_can_be_read)

@@ -35,12 +35,9 @@ class SourceSection(Section):
         derived=Derived("of a stream: a name below data.cache", _prefix, (".stream", "data.cache")),
     )
     stream: str | None = key(
-        None,
-        "Folder, file or URL (s3://..., hf://...) of texts, which are tokenised while the run trains (docs/data.md).",
+        None, "Folder, file or URL (s3://..., hf://...) of texts, tokenised while the run trains (docs/data.md)."
     )
-    tokenizer: str | None = key(
-        None, "Path or name of the stream's tokenizer, of the type tokenizer.type. Default: tokenizer.path."
-    )
+    tokenizer: str | None = key(None, "Path or name of its tokenizer, of type tokenizer.type. Default: tokenizer.path.")
     shards: Derivable[str] = key(
         None,
         "State of the stream's files, which the order depends on. A run whose files have another one does not start.",
@@ -51,17 +48,13 @@ class SourceSection(Section):
         None, "Name in reports.", derived=Derived("the last part of stream or path", _source_name, (".path", ".stream"))
     )
     loss: bool = key(True, "Whether tokens of this source count in the loss.")
-    loss_weight: float = key(
-        1.0, "Weight in the loss of each label of this source, in training. The loss is the mean by weight.", ge=0
-    )
+    loss_weight: float = key(1.0, "Weight of each label of this source in the training loss, a mean by weight.", ge=0)
     document_weights: str | None = key(
         None,
         "A .npy file with one number for each document of the file, by which the weights of its labels are multiplied "
         "in training.",
     )
-    labels: str | None = key(
-        None, "Prefix of a parallel token file: -100 where a token is no target, the token itself elsewhere."
-    )
+    labels: str | None = key(None, "Prefix of a parallel token file: -100 where a token is no target, else the token.")
 
 
 class Phase(Section):
@@ -81,9 +74,7 @@ class SpanCorruptionSection(Section):
     rate: float = key(0.0, "Share of documents from which spans are taken (Raffel et al., 2020).", ge=0, le=1)
     noise_density: float = key(0.15, "Share of the tokens of such a document that are taken.", gt=0, lt=1)
     mean_span_length: float = key(3.0, "Tokens of a span, on average.", unit="tokens", ge=1)
-    sentinel: str = key(
-        "<extra_id_{}>", "Token of the tokenizer that stands for a span. {} is the number of the span, from 0."
-    )
+    sentinel: str = key("<extra_id_{}>", "Token of the tokenizer for a span. {} is the number of the span, from 0.")
     sentinels: int = key(100, "Number of such tokens, and largest number of spans of a document.", gt=0, le=10**5)
     loss: Literal["targets", "all"] = key(
         "targets", "Labels of such a document that count: the spans behind it (with its end-of-document token), or all."
@@ -92,12 +83,8 @@ class SpanCorruptionSection(Section):
 
 class StreamingSection(Section):
     text: str = key("text", "Key of the text in JSON objects, and its column in tables.")
-    workers: int | None = key(
-        None, "Processes that tokenise a stream, on one of the hosts. Default: half of its processors.", gt=0
-    )
-    patience: float = key(
-        600.0, "Time without new tokens after which a rank that waits for them ends.", unit="seconds", gt=0
-    )
+    workers: int | None = key(None, "Processes tokenising a stream on one host. Default: half of its processors.", gt=0)
+    patience: float = key(600.0, "Time without new tokens after which a waiting rank ends.", unit="seconds", gt=0)
 
 
 class LeftOutSection(Section):
@@ -107,13 +94,10 @@ class LeftOutSection(Section):
 
 class DataSection(Section):
     train: list[SourceSection] = key(list, "Training sources: a path, a list of paths, or a list of {path, weight}.")
-    validation: dict[str, list[SourceSection]] = key(
-        dict, "Named validation sets. A bare path or list becomes the set `validation`."
-    )
+    validation: dict[str, list[SourceSection]] = key(dict, "Validation sets by name. A path or list is `validation`.")
     test: dict[str, list[SourceSection]] = key(dict, "Named test sets.")
     split: list[float] | None = key(
-        None,
-        "Cut one training file's documents into training, validation and test by these shares (GPT-NeoX data_path).",
+        None, "Cut a training file's documents into training, validation and test by these shares (GPT-NeoX data_path)."
     )
     order: Literal["pythia", "stream", "sequential", "window"] = key(
         "pythia",
@@ -124,9 +108,7 @@ class DataSection(Section):
     window: int = key(65536, "window order: samples that are shuffled together in the first epoch.", gt=0, le=2**40)
     streaming: StreamingSection = key(StreamingSection, "Sources that have `stream`.")
     seed: Derivable[int] = key(None, "Seed of the order.", derived=same_as("training.seed"), ge=0)
-    margin: float = key(
-        1.005, "pythia order: each blended source is asked for this many times its share of samples.", ge=1
-    )
+    margin: float = key(1.005, "pythia order: each blended source is asked for this many times its share.", ge=1)
     weighting: Literal["given", "documents", "tokens", "neox-documents"] = key(
         "given",
         "Shares of a blend. given: the weights. documents, tokens: weight * (documents or tokens of the source) "
@@ -141,9 +123,7 @@ class DataSection(Section):
         "next one does not fit. It fills the rest with id 0, which counts in the loss. unpacked: one document, and a "
         "filler that does not count.",
     )
-    drop_long: bool = key(
-        False, "until_overflow, unpacked: skip documents that are longer than a sample instead of cutting them."
-    )
+    drop_long: bool = key(False, "until_overflow, unpacked: skip, not cut, documents longer than a sample.")
     epoch_parts: int = key(
         1,
         "training.epochs: an epoch ends with the last whole batch, or with the last whole part of one if batches have "
@@ -151,16 +131,12 @@ class DataSection(Section):
         gt=0,
     )
     phases: list[Phase] = key(list, "Blends that replace data.train from given steps on.")
-    left_out: list[LeftOutSection] = key(
-        list, "Batches that the run skips, in the order of the skips (docs/reliability.md)."
-    )
+    left_out: list[LeftOutSection] = key(list, "Batches that the run skips, in their order (docs/reliability.md).")
     reset_attention_at_eod: bool = key(
         False, "Documents packed into one sample do not attend to each other. Positions restart at each."
     )
     mask_loss_at_eod: bool = key(False, "The end-of-document token is not a target.")
-    fim: FillInTheMiddle = key(
-        FillInTheMiddle, "Fill-in-the-middle: documents reordered so that the model learns to infill."
-    )
+    fim: FillInTheMiddle = key(FillInTheMiddle, "Fill-in-the-middle: reordered documents teach the model to infill.")
     span_corruption: SpanCorruptionSection = key(
         SpanCorruptionSection, "Span corruption: the model writes spans that were taken from a document behind it."
     )
@@ -172,10 +148,7 @@ class DataSection(Section):
     workers: int = key(1, "Background threads that prepare batches.", ge=0)
     prefetch: int = key(2, "Steps prepared ahead.", unit="steps", ge=0)
     synthetic: str = key(
-        "none",
-        "Samples from elsewhere than token files: `copy` is a learnable random task for tests.",
-        role=SOURCE,
-        words=("none",),
+        "none", "Samples without token files: `copy` is a learnable task for tests.", role=SOURCE, words=("none",)
     )
     options: dict[str, Any] = key(dict, "Options of data.synthetic, for a source from a package of yours.")
 

@@ -123,9 +123,7 @@ class ParallelSection(Section):
         derived=same_as("parallel.tensor"),
         gt=0,
     )
-    sequence: bool = key(
-        False, "Shard norms, dropout and the residual stream over the tensor parallel ranks (sequence parallelism)."
-    )
+    sequence: bool = key(False, "Shard norms, dropout and residual stream over tensor ranks (sequence parallelism).")
     async_tensor: bool = key(
         False,
         "Products of tensor parallel ranks that share sequences (parallel.sequence) overlap with the messages "
@@ -181,9 +179,7 @@ class ZeroSection(Section):
         "where DeepSpeed reduces (docs/communication.md).",
     )
     prefetch_size: int = key(50_000_000, "Stage 3: elements gathered ahead of their use.", unit="elements", ge=0)
-    persistent_size: int = key(
-        100_000, "Stage 3: parameters smaller than this are never partitioned away.", unit="elements", ge=0
-    )
+    persistent_size: int = key(100_000, "Stage 3: smaller parameters are never partitioned.", unit="elements", ge=0)
 
 
 class LossScaleOptions(Section):
@@ -202,9 +198,7 @@ class PrecisionSection(Section):
         "compute", "Factors of matrix products in blocks: numbers of `compute`, or 8-bit ones with a scale per tensor."
     )
     accumulate: Literal["fp32", "bf16", "fp16"] = key("fp32", "Type in which gradients of micro-batches are summed.")
-    reduce: Literal["fp32", "bf16", "fp16"] = key(
-        "fp32", "Type in which gradients are summed over data parallel ranks."
-    )
+    reduce: Literal["fp32", "bf16", "fp16"] = key("fp32", "Type of sums of gradients over data parallel ranks.")
     loss_scale: LossScaleOptions = key(LossScaleOptions, "Loss scaling, used with fp16.")
 
 
@@ -223,23 +217,16 @@ class BatchOptions(Section):
     account: str | None = key(None, "Account that pays.")
     partition: str | None = key(None, "Partition or queue.")
     qos: str | None = key(None, "Quality of service.")
-    cores: int | None = key(
-        None, "Cores per host. The default leaves it to the partition (exclusive hosts).", unit="cores", gt=0
-    )
-    memory: str | None = key(
-        None, "Memory per host (`200G`). The default leaves it to the partition, or takes all of exclusive hosts."
-    )
+    cores: int | None = key(None, "Cores per host. Default: by the partition (exclusive hosts).", unit="cores", gt=0)
+    memory: str | None = key(None, "Memory per host (`200G`). Default: by the partition, or all of exclusive hosts.")
     requeue: bool = key(True, "Let the scheduler start the job again after a host has failed or the time is up.")
-    warning: int = key(
-        300, "USR1 comes this long before the time limit, so that the run saves and ends.", unit="seconds", ge=0
-    )
+    warning: int = key(300, "USR1 comes this long before the time limit: the run saves and ends.", unit="seconds", ge=0)
     setup: list[str] = key(list, "Shell lines before the start (`module load ...`).")
     options: list[str] = key(list, "Further lines for the scheduler, as it reads them (`--constraint=h100`).")
     image: str = key("megatron:latest", "Container image (Kubernetes).")
     gpus: Literal["nvidia", "amd"] = key("nvidia", "Whose GPUs a pod asks for (Kubernetes).")
     resources: dict[str, int] = key(
-        dict,
-        "Further resources of a pod, by the names of the cluster's device plugins (Kubernetes), such as `rdma/hca: 8`.",
+        dict, "Further resources of a pod, by names of device plugins (Kubernetes), such as `rdma/hca: 8`."
     )
 
 
@@ -253,16 +240,10 @@ class LaunchSection(Section):
     master_port: int | None = key(None, "Port of the rendezvous.", derived="a free port", gt=0, le=65535)
     interface: str | None = key(None, "Network interface for collectives.")
     environment: dict[str, str] = key(dict, "Environment variables set for every rank.")
-    environment_file: str | None = key(
-        None, "File of `NAME=value` lines, set for every rank. Values are taken literally."
-    )
-    forward: list[str] = key(
-        list, "Names (or patterns such as NCCL_*) of environment variables passed on to every rank."
-    )
+    environment_file: str | None = key(None, "File of `NAME=value` lines, set for every rank. Values are literal.")
+    forward: list[str] = key(list, "Names (or patterns such as NCCL_*) of environment variables passed to every rank.")
     grace: float = key(60.0, "Time given to ranks between a stop signal and the kill.", unit="seconds", gt=0)
-    heartbeat: float = key(
-        60.0, "A host or a launcher that is silent this long is taken for lost.", unit="seconds", ge=15
-    )
+    heartbeat: float = key(60.0, "A host or launcher that is silent this long counts as lost.", unit="seconds", ge=15)
     start_timeout: float = key(120.0, "Every host must have answered the launcher by then.", unit="seconds", gt=0)
     timeout: float = key(
         1800.0,
@@ -271,9 +252,7 @@ class LaunchSection(Section):
         unit="seconds",
         gt=0,
     )
-    restarts: int = key(
-        0, "Start the run again after a failure, from the newest intact checkpoint, at most this often.", ge=0
-    )
+    restarts: int = key(0, "Start the run again after a failure, from its newest checkpoint, at most this often.", ge=0)
     restart_delay: float = key(
         10.0, "Pause before the first restart. It doubles with each failure in a row, up to 600.", unit="seconds", ge=0
     )
@@ -297,12 +276,8 @@ class LaunchSection(Section):
         "name the slow ones.",
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Accelerator. AMD GPUs are `cuda` to torch.")
-    bind: Literal["none", "numa", "cores"] = key(
-        "numa", "Cores of a rank: all, those next to its GPU, or an equal share."
-    )
-    console: Literal["first", "all"] = key(
-        "first", "Output that is shown: of rank 0, or of all ranks. Each rank has a log file."
-    )
+    bind: Literal["none", "numa", "cores"] = key("numa", "Cores of a rank: all, those at its GPU, or an equal share.")
+    console: Literal["first", "all"] = key("first", "Output shown: of rank 0, or all ranks. Each rank has a log file.")
     check_code: bool = key(True, "Refuse to start on hosts whose source code differs from the launcher's.")
     python: str | None = key(None, "Python interpreter on the hosts. The default is the path of the launcher's own.")
     container: str | None = key(
@@ -310,9 +285,7 @@ class LaunchSection(Section):
         "Container that agents and ranks run in, as TOOL:IMAGE: `apptainer:/images/deepy.sif`, `enroot:NAME`, or with "
         "Slurm `pyxis:nvcr.io#nvidia/pytorch:25.01-py3`.",
     )
-    container_mounts: list[str] = key(
-        list, "Folders (or OUTSIDE:INSIDE) that the container sees besides the code's and the run's."
-    )
+    container_mounts: list[str] = key(list, "Further folders (or OUTSIDE:INSIDE) that the container sees.")
     ssh_port: int | None = key(None, "Port of the ssh servers.", gt=0, le=65535)
     ssh_options: list[str] = key(list, "Options for every ssh, such as `-o` and `IdentityFile=...`.")
     working_directory: str | None = key(None, "Folder in which ranks start.", derived="the current folder")

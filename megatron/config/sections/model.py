@@ -156,9 +156,7 @@ class ResidualOptions(Section):
         "The stream is fp32 in every precision (Mamba, Mamba-2, ZAYA1): branches compute in precision.compute after "
         "their norms, and their outputs are added in fp32. Costs twice the memory of the stream in 16-bit training.",
     )
-    multiplier: float = key(
-        1.0, "Each branch's output is multiplied by this before it is added (Granite, muP depth scaling)."
-    )
+    multiplier: float = key(1.0, "Each branch's output is multiplied by this, then added (Granite, muP depth scaling).")
     channel_scales: bool = key(
         False,
         "sequential form: branch y and stream x are scaled and shifted by trained vectors where they are added, x "
@@ -233,9 +231,7 @@ InitScheme = Literal[
 class InitOptions(Section):
     std: float = key(0.02, "Standard deviation of normal. scaled_normal divides it by sqrt(2 * layers).", gt=0)
     embedding: InitScheme = key("normal", "Scheme of the token and position embeddings.")
-    hidden: InitScheme = key(
-        "normal", "Scheme of matrices that read the residual stream (query, key, value, gate, up)."
-    )
+    hidden: InitScheme = key("normal", "Scheme of matrices reading the residual stream (query, key, value, gate, up).")
     output: InitScheme = key(
         "scaled_normal", "Scheme of matrices that write to the residual stream (attention output, down)."
     )
@@ -293,9 +289,7 @@ else:  # one section per kind, in the registry's order
 @extended("model")
 class ModelSection(_Kinds):
     variants: dict[str, dict[str, Any]] = key(
-        dict,
-        "Named variants: options that override a kind's own where the pattern says kind@name, as in 'local: "
-        "{window: 512}'.",
+        dict, "Named variants: options over a kind's own where the pattern has kind@name, as in 'local: {window: 512}'."
     )
     dropout: float = key(0.0, "Dropout of the embedding and of each branch's output.", ge=0, lt=1)
     init: InitOptions = key(InitOptions, "How parameters start.")

@@ -30,9 +30,7 @@ class LevelSection(Section):
         "of each host's own (path). store: an object store (url), for copies of finished checkpoints.",
     )
     path: str | None = key(None, "Of a disk: folder on each host. {host} stands for the host's name.")
-    url: str | None = key(
-        None, f"Of a store: any fsspec URL (s3://, gs://, file://). {RUN_NAME} stands for the run's name."
-    )
+    url: str | None = key(None, f"Of a store: any fsspec URL (s3://, gs://, file://). {RUN_NAME} is the run's name.")
     every: int | Literal["auto"] = key(
         ...,
         "Save every n steps. auto: the interval that loses the least time, by the cost of a save here and the "
@@ -42,10 +40,7 @@ class LevelSection(Section):
     )
     keep: int | Literal["all"] = key(2, "Keep the newest k saves. all is for a store.")
     neighbours: int = key(
-        0,
-        "Number of hosts after each host that have its files too, and of neighbours that may be lost together.",
-        unit="hosts",
-        ge=0,
+        0, "Hosts after each one that have its files too, so this many neighbours may be lost.", unit="hosts", ge=0
     )
 
     @property
@@ -62,9 +57,7 @@ class CheckpointSection(Section):
         derived=Derived("<run.dir>/checkpoints", lambda own, at: f"{at['run.dir']}/checkpoints", ("run.dir",)),
     )
     every: int | None = key(None, "Save every n steps.", unit="steps", gt=0)
-    minutes: float | None = key(
-        None, "Save when this much wall time has passed since the last save.", unit="minutes", gt=0
-    )
+    minutes: float | None = key(None, "Save this much wall time after the last save.", unit="minutes", gt=0)
     auto: bool = key(
         False,
         "Save at the interval that loses the least time, by the cost of earlier saves and the failures that were "
@@ -74,9 +67,7 @@ class CheckpointSection(Section):
     log_spaced: bool = key(False, "Save at steps 0, 1, 2, 4, ..., 512 too (Pythia).")
     at_end: bool = key(True, "Save after the last step.")
     keep_last: int | None = key(None, "Keep only the newest k checkpoints, and the checkpoints of keep_every.", gt=0)
-    keep_every: int | None = key(
-        None, "Keep each checkpoint whose step is a multiple of this for ever.", unit="steps", gt=0
-    )
+    keep_every: int | None = key(None, "Keep each checkpoint at a multiple of this for ever.", unit="steps", gt=0)
     resume: str = key(
         "auto",
         "auto: the newest intact checkpoint in checkpoint.dir if there is one. none: start without one. Otherwise "
@@ -114,9 +105,7 @@ class CheckpointSection(Section):
     optimizer_state: bool = key(True, "Save optimizer state, without which a checkpoint cannot be resumed.")
     asynchronous: bool = key(False, "Write in the background after a copy to host memory.")
     levels: list[LevelSection] = key(
-        list,
-        "Further copies that a restart may begin from: copies on the hosts, the nearest first, and one in an "
-        "object store.",
+        list, "Further copies that a restart may begin from: on the hosts, the nearest first, and in an object store."
     )
 
     @property
@@ -160,18 +149,14 @@ class TaskOptions(Section):
 class ProbeOptions(Section):
     name: str = key(..., "Name in records.", min_length=1)
     path: str = key(..., 'File of JSON lines: {"text": ...}, or {"context": ..., "continuation": ...}.')
-    every: int | None = key(
-        None, "Score it every n steps, step 0 included. null: with each checkpoint.", unit="steps", gt=0
-    )
+    every: int | None = key(None, "Score it every n steps, from 0 on. null: with each checkpoint.", unit="steps", gt=0)
 
 
 class ReadLessOptions(Section):
     loki: str | None = key(None, "File of deepy calibrate: keys are chosen by its components (docs/decoding.md).")
     rank: float = key(0.9, "loki: components by which keys are chosen, or below 1 the share that they explain.", gt=0)
     keys: float = key(0.25, "loki: keys that a head reads, or up to 1 their share of a text.", gt=0)
-    sift: float | None = key(
-        None, "Values are read whose probability is above this quantile of a head's probabilities.", ge=0, lt=1
-    )
+    sift: float | None = key(None, "Read values whose probability is above this quantile of a head's.", ge=0, lt=1)
     warmup: int = key(16, "sift: tokens of a text with full attention.", unit="tokens", ge=2)
 
     @property
@@ -183,10 +168,7 @@ class ReadLessOptions(Section):
 class EvaluationSection(Section):
     every: int | None = key(None, "Evaluate every n steps.", unit="steps", gt=0)
     batches: int = key(
-        10,
-        "Global batches per validation set. 0 reads each set once, as far as it fills whole batches.",
-        unit="batches",
-        ge=0,
+        10, "Global batches per validation set. 0: each set once, as far as it fills batches.", unit="batches", ge=0
     )
     at_start: bool = key(False, "Evaluate before the first step.")
     at_end: bool = key(True, "Evaluate after the last step.")
@@ -196,9 +178,7 @@ class EvaluationSection(Section):
         "tokens (docs/evaluation.md).",
     )
     samples: SampleOptions = key(SampleOptions, "Samples generated during training.")
-    probes: list[ProbeOptions] = key(
-        list, "Texts whose losses are recorded one by one during training (docs/evaluation.md)."
-    )
+    probes: list[ProbeOptions] = key(list, "Texts whose losses are recorded during training (docs/evaluation.md).")
     tasks: list[TaskOptions] = key(list, "Benchmark tasks that run during training (docs/evaluation.md).")
     task_folders: list[str] = key(list, "Folders with task files of your own, which are tasks under their names.")
     truncate: bool = key(
@@ -216,9 +196,7 @@ class EvaluationSection(Section):
         "Score the texts of tasks with the decoder. On CPUs a score then depends on no other text, and is that with "
         "which the text would be drawn, bit for bit (docs/decoding.md).",
     )
-    read_less: ReadLessOptions = key(
-        ReadLessOptions, "Tasks are answered and scored with fewer keys or values, which changes scores."
-    )
+    read_less: ReadLessOptions = key(ReadLessOptions, "Run tasks with fewer keys or values, which changes scores.")
 
 
 class WandbOptions(Section):
@@ -277,9 +255,7 @@ class SlowOptions(Section):
         unit="steps",
         gt=0,
     )
-    factor: float = key(
-        1.5, "A rank is slow if its time is this multiple of the median of the others, or of its own past.", gt=1
-    )
+    factor: float = key(1.5, "A rank is slow at this multiple of the others' median time, or of its own past.", gt=1)
     windows: int = key(3, "Number of comparisons in a row in which a rank must be slow before it is named.", gt=0)
 
 
@@ -296,7 +272,5 @@ class WatchSection(Section):
     data: float = key(300.0, "The same for reading a batch.", unit="seconds", gt=0)
     evaluation: float = key(900.0, "The same for evaluation, samples and other hooks.", unit="seconds", gt=0)
     save: float = key(1800.0, "The same for saving a checkpoint, and for the end of the run.", unit="seconds", gt=0)
-    setup: float = key(
-        1800.0, "The same for the start and the first two steps, which compile and warm up.", unit="seconds", gt=0
-    )
+    setup: float = key(1800.0, "The same for the start and the first two steps, which compile.", unit="seconds", gt=0)
     slow: SlowOptions = key(SlowOptions, "Slow ranks.")

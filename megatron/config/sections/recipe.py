@@ -82,9 +82,7 @@ class TrainingSection(Section):
         "Stages of shorter sequences before the steps with training.sequence_length. A batch has the same tokens "
         "in all of them (docs/long_context.md).",
     )
-    micro_batch_size: int = key(
-        1, "Samples in one forward pass of one data parallel rank.", unit="samples", gt=0, le=2**20
-    )
+    micro_batch_size: int = key(1, "Samples in a forward pass of a data parallel rank.", unit="samples", gt=0, le=2**20)
     global_batch_size: Derivable[int] = key(
         None,
         "Samples per optimizer step over all ranks.",
@@ -118,9 +116,7 @@ class TrainingSection(Section):
         unit="tokens",
         ge=0,
     )
-    activation_checkpointing: ActivationCheckpointing = key(
-        ActivationCheckpointing, "Trade computation for activation memory."
-    )
+    activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing, "Trade computation for memory.")
     sequence_chunks: int = key(
         1,
         "Chunks of a sequence that a layer computes one after the other. Each is recomputed in the backward pass, "
@@ -137,9 +133,7 @@ class TrainingSection(Section):
         le=1,
     )
     compile: Literal["auto", "off", "layer"] = key(
-        "auto",
-        "torch.compile: per layer (parts of it where collectives or draws cut it), off, or per layer where it pays "
-        "(GPUs).",
+        "auto", "torch.compile: per layer (parts where collectives or draws cut it), off, or where it pays (GPUs)."
     )
     cuda_graphs: bool = key(
         False,
@@ -198,9 +192,7 @@ class ParameterGroup(Section):
     weight_decay: Derivable[float] = key(
         None, "Weight decay of this role.", derived=same_as("optimizer.weight_decay"), ge=0
     )
-    betas: tuple[float, float] | None = key(
-        None, "Averaging coefficients of this role. null: optimizer.betas.", strict=False
-    )
+    betas: tuple[float, float] | None = key(None, "Coefficients of this role. null: optimizer.betas.", strict=False)
     epsilon: float | None = key(None, "Epsilon of this role. null: optimizer.epsilon.", gt=0)
 
 
@@ -212,9 +204,7 @@ ParameterRole = Literal[
 @extended("optimizer")
 class OptimizerSection(Section):
     type: str = key(
-        "adamw",
-        "Optimizer (docs/optimizers.md). muon and soap update hidden matrices and leave the rest to AdamW.",
-        role=OPTIMIZER,
+        "adamw", "Optimizer (docs/optimizers.md). muon and soap leave all but hidden matrices to AdamW.", role=OPTIMIZER
     )
     lr: float = key(3e-4, "Peak learning rate.", ge=0, le=1000)
     betas: tuple[float, float] = key((0.9, 0.95), "Averaging coefficients of AdamW and Lion.", strict=False)
@@ -229,17 +219,13 @@ class OptimizerSection(Section):
         "Size of muon's updates. original: sqrt(max(1, rows / columns)). moonlight: 0.2 sqrt(max(rows, columns)), "
         "the size of AdamW's, so that muon_lr can be AdamW's rate.",
     )
-    gradient_clipping: float = key(
-        1.0, "Largest global gradient norm. Larger gradients are scaled down. 0 is off.", ge=0
-    )
+    gradient_clipping: float = key(1.0, "Largest global gradient norm. Larger ones are scaled down. 0 is off.", ge=0)
     fused: bool = key(True, "Use the fused implementation where the device has one.")
     groups: dict[ParameterRole, ParameterGroup] = key(
         lambda: {role: ParameterGroup(weight_decay=0.0) for role in ("norm", "bias", "state", "decay")},
         "Settings by role of a parameter, merged with the default. Other roles use the optimizer's own.",
     )
-    options: dict[str, Any] = key(
-        dict, "Further options of the optimizer (docs/optimizers.md), or of one from a package of yours."
-    )
+    options: dict[str, Any] = key(dict, "Further options of the optimizer (docs/optimizers.md), or of one of yours.")
 
 
 class ScheduleSection(Section):

@@ -74,7 +74,7 @@ def _with_bases(path: str, open_files: tuple[str, ...], left: list[int]) -> list
         elif not os.path.isfile(base):
             rule, fix = (
                 f"there is no file {base}",
-                "give the path as seen from the folder of the file that says extends",
+                "give the path relative to the folder of the file that says extends",
             )
         else:
             sources += _with_bases(base, chain, left)

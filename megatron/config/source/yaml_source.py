@@ -214,9 +214,7 @@ def _syntax(error: yaml.YAMLError) -> tuple[str, str]:
     if "special characters are not allowed" in reason:
         return "the file has a control character", "remove it"
     context = getattr(error, "context", None)
-    return f"this is not YAML: {reason}" + (
-        f" {context}" if context else ""
-    ), "check brackets, quotes and indentation here"
+    return f"this is not YAML: {reason}" + (f" {context}" if context else ""), "check brackets, quotes and indentation"
 
 
 def read_file(path: str) -> ConfigSource:

@@ -39,16 +39,12 @@ def _surrounded(character: str) -> list[str]:
 
 def unsafe_characters(one: Encode, two: Encode) -> str:
     """All single characters that two encoders treat differently in some surroundings."""
-    blocks = [
-        block for plane in PLANES for first in plane if not 0xD800 <= first < 0xE000 for block in (_blocks(first),)
-    ]
+    blocks = [_blocks(first) for plane in PLANES for first in plane if not 0xD800 <= first < 0xE000]
     texts = ["".join(part) for block in blocks for part in zip(*map(_surrounded, block))]
     places = set((index // len(SURROUNDINGS)) for index in differing(one, two, texts))
     suspects = [character for place in sorted(places) for character in blocks[place]]
     texts = [text for character in suspects for text in _surrounded(character)]
-    return "".join(
-        suspects[place] for place in sorted({index // len(SURROUNDINGS) for index in differing(one, two, texts)})
-    )
+    return "".join(suspects[at] for at in sorted({i // len(SURROUNDINGS) for i in differing(one, two, texts)}))
 
 
 def probes(special: Sequence[str], without: str = "", seed: int = 0) -> list[str]:
@@ -250,10 +246,7 @@ def mixed(fast: Encode, exact: Encode, unsafe: str) -> Encode:
         safe = np.fromiter(map(is_safe, texts), bool, len(texts))
         if safe.all():
             return fast(texts)
-        parts = [
-            each([text for text, own in zip(texts, safe) if own == kind])
-            for each, kind in ((fast, True), (exact, False))
-        ]
+        parts = [fn([t for t, own in zip(texts, safe) if own == kind]) for fn, kind in ((fast, True), (exact, False))]
         sizes = np.empty(len(texts), np.int64)
         sizes[safe], sizes[~safe] = parts[0][1], parts[1][1]
         tokens, from_fast = np.empty(int(sizes.sum()), np.int64), np.repeat(safe, sizes)

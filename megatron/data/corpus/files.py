@@ -93,9 +93,7 @@ def _check_free(prefix: Path, overwrite: bool, inputs: list[TokenFile]) -> None:
     keep_inputs(pair_files(prefix), [path for each in inputs for path in pair_files(each.prefix)])
     keep_others(prefix)
     if with_ending(prefix, ".idx").exists() and not overwrite:
-        raise DataError(
-            with_ending(prefix, ".idx"), "this token file exists already", "use another --output, or --overwrite"
-        )
+        raise DataError(with_ending(prefix, ".idx"), "this token file exists", "use another --output, or --overwrite")
 
 
 def merge(paths: list[str], output: str | os.PathLike, version: str, overwrite: bool = False) -> Manifest | None:
@@ -239,9 +237,7 @@ def examine_file(
         problems.append(f"{empty:,} documents are empty")
     eod = manifest.tokenizer.get("eod_id") if manifest else tokenizer.eod_id if tokenizer else None
     if eod is not None and (missing := _without_end(file, eod)):
-        problems.append(
-            f"{missing:,} of {min(len(file), 10_000):,} checked documents do not end with the end-of-document token"
-        )
+        problems.append(f"{missing:,} of {min(len(file), 10_000):,} checked documents lack the end-of-document token")
     notes = [file.note] if file.note else []
     if manifest is not None and manifest.blocks is None:
         notes.append(f"it {NO_CHECKSUMS.format(file.prefix)}")

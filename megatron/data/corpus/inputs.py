@@ -102,9 +102,7 @@ def find_inputs(patterns: list[str], kind: str | None = None, skipped: list[str]
             try:
                 files = files_below(path)
             except OSError as error:
-                raise DataError(
-                    path, f"it cannot be listed ({error})", "check the permissions of its folders"
-                ) from error
+                raise DataError(path, f"it cannot be listed ({error})", "check permissions of its folders") from error
         else:
             files = [pattern] if path.is_file() else sorted(glob.glob(pattern, recursive=True))
         if not files:
@@ -139,9 +137,7 @@ def skipped_files(names: list[str]) -> str:
     endings = Counter(ending_of(name)[0] or "no ending" for name in names)
     kinds = ", ".join(f"{number:,} with {ending}" for ending, number in endings.most_common(8))
     which = ", ".join(repr(name)[1:-1] for name in names) if len(names) <= 3 else kinds
-    return (
-        f"skipped {counted(len(names), 'file')} whose ending does not say what is inside: {which} (--format reads it)"
-    )
+    return f"skipped {counted(len(names), 'file')} whose ending does not say its format: {which} (--format reads it)"
 
 
 @contextlib.contextmanager
@@ -312,9 +308,7 @@ def _dataset(number: int, entry: Input, position: int, line: int, key: str) -> I
     try:
         rows = datasets.load_dataset(entry.name, **entry.options)
     except (OSError, ValueError, ConnectionError) as error:
-        raise DataError(
-            entry.name, f"datasets cannot load it ({error})", "check its name, --config and --split"
-        ) from error
+        raise DataError(entry.name, f"datasets cannot load it ({error})", "check name, --config and --split") from error
     texts: list = []
     start = position
     for row in rows.skip(position) if position else rows:

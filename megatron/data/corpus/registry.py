@@ -133,9 +133,7 @@ def prepare(name: str, folder: Path, validation: float = 0.02, limit: int | None
         `files`, by part, with `path`, `documents`, `bytes` and `sha256`.
     """
     if name not in corpora():
-        raise DataError(
-            name, "this corpus is not known", f"one of {', '.join(corpora())}, or for others tokenize.py --dataset"
-        )
+        raise DataError(name, "this corpus is not known", f"one of {', '.join(corpora())}, or tokenize.py --dataset")
     record = folder / f"{name}.json"
     state = {"name": name, "validation": validation, "limit": limit, "source": _source(name)}
     if record.is_file():
@@ -179,9 +177,7 @@ def _refuse_foreign(record: Path, paths: list[Path]) -> None:
             raise DataError(record, "it is not a record of this program", "give another --output") from error
     for path in paths:
         if path.exists() and path.resolve() not in known:
-            raise DataError(
-                path, "it exists, and this program did not write it", "move it away, or give another --output"
-            )
+            raise DataError(path, "it exists, and deepy did not write it", "move it away, or give another --output")
 
 
 def _intact(part: dict) -> bool:
@@ -265,9 +261,7 @@ def _documented(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.Fu
         yield node
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             waiting += [
-                each
-                for each in reversed(node.body)
-                if isinstance(each, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+                x for x in reversed(node.body) if isinstance(x, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
             ]
 
 

@@ -85,9 +85,7 @@ def cached(folder: str | os.PathLike | None, kind: str, key: tuple, build: Calla
     except _Damaged as error:
         raise DataError(place, f"this cache entry is damaged ({error})", "set data.cache to another disk") from error
     except OSError as error:
-        raise DataError(
-            place, f"the cache cannot be written ({error})", "set data.cache to a folder with room"
-        ) from error
+        raise DataError(place, f"it cannot be written ({error})", "set data.cache to a folder with room") from error
 
 
 def _write(place: Path, arrays: Arrays) -> bool:
@@ -183,9 +181,7 @@ def examine_once(file: TokenFile, folder: str | os.PathLike | None, scan_below: 
                 known = _facts(file, scan_below)
                 replace_file(memory, json.dumps({"state": state, "facts": known}))
     except OSError as error:
-        raise DataError(
-            memory, f"the cache cannot be written ({error})", "set data.cache to a folder with room"
-        ) from error
+        raise DataError(memory, f"it cannot be written ({error})", "set data.cache to a folder with room") from error
     return known
 
 

@@ -212,9 +212,7 @@ class StreamOrder(SequentialOrder):
     def __init__(self, file: TokenFile, first: int, last: int, sequence_length: int, seed: int):
         super().__init__(file, first, last, sequence_length)
         self.permutation = lru_cache(4)(lambda epoch: Permutation(self.length, seed, "stream", epoch))
-        self.description = (
-            "keyed permutation of the file's samples" if self.rows else "keyed permutation of the file's pieces"
-        )
+        self.description = f"keyed permutation of the file's {'samples' if self.rows else 'pieces'}"
 
     def place(self, sample: int) -> int:
         epoch, index = divmod(sample, self.length)

@@ -169,9 +169,5 @@ class OverflowOrder(Order):
         entries = self._entries.places([document])
         near = np.searchsorted(self.starts, entries, side="right") - 1
         near = np.union1d(near, near - 1).tolist()  # the first token of a document ends the sample before
-        found = [
-            sample
-            for sample in self._read.places(near).tolist()
-            if any(span.document == document for span in self.spans(sample))
-        ]
+        found = [n for n in self._read.places(near).tolist() if any(s.document == document for s in self.spans(n))]
         yield from with_repeats(found, self.length, len(self.pieces), below)

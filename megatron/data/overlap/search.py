@@ -282,9 +282,7 @@ class OverlapSearch:
 
     def _examples_of_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """The examples that have each n-gram: for row r, owners[starts[r] : starts[r + 1]]."""
-        pairs = [
-            np.stack([np.unique(rows), np.full(len(np.unique(rows)), at)]) for at, rows in enumerate(self.index.of)
-        ]
+        pairs = [np.stack([np.unique(rows), np.full(len(np.unique(rows)), i)]) for i, rows in enumerate(self.index.of)]
         rows, examples = np.concatenate(pairs, axis=1)
         order = np.argsort(rows, kind="stable")
         return examples[order], np.searchsorted(rows[order], np.arange(len(self.index) + 1))

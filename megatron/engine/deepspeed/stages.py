@@ -208,9 +208,7 @@ class Pipeline(PipelineModule):
     def stages_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """This rank's stages that use a parameter."""
         if not self._users:
-            held = {
-                stage: [p for layer in layers for p in layer.parameters()] for stage, layers in self._layers.items()
-            }
+            held = {stage: [p for each in layers for p in each.parameters()] for stage, layers in self._layers.items()}
             self._users = stages_of_parameters(self.plan.config, self.plan.mesh.pipeline.rank, held)
         return self._users[parameter]
 

@@ -61,9 +61,7 @@ def _view(base: FakeTensor, func: Any, args: Any, kwargs: Any) -> FakeTensor:
 def _are_flat(parts: Sequence[Tensor]) -> bool:
     """Whether they are vectors of one type without known values."""
     dtype = parts[0].dtype
-    return all(
-        type(each) is FakeTensor and each.dim() == 1 and each.dtype is dtype and each.constant is None for each in parts
-    )
+    return all(type(t) is FakeTensor and t.dim() == 1 and t.dtype is dtype and t.constant is None for t in parts)
 
 
 def _grouped_product(a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
@@ -133,6 +131,4 @@ def _expected_stream(self: Any, stage: int) -> tuple[Tensor, ...]:
     training, layout = plan.config.training, plan.mesh.layout
     sizes = training.micro_batch_size, training.sequence_length // layout.context
     buffers = stream_buffers(plan, self.module.parts[plan.mesh.pipeline.rank], *sizes)
-    return tuple(
-        self._allocate_or_extend_buffers(index, list(each.shape), each.dtype) for index, each in enumerate(buffers)
-    )
+    return tuple(self._allocate_or_extend_buffers(i, list(each.shape), each.dtype) for i, each in enumerate(buffers))

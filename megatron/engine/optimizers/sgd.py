@@ -24,12 +24,7 @@ class SGD(ElementwiseOptimizer):
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-2,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-        weight_decay: float = 0.0,
+        self, params: ParamsT, lr: float = 1e-2, momentum: float = 0, nesterov: bool = False, weight_decay: float = 0.0
     ) -> None:
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"optimizer.momentum: {momentum} is outside [0, 1)")

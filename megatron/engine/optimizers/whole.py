@@ -163,10 +163,7 @@ class WholeTensors:
         for numbers in self.rounds:
             wholes = self._gather(flats, numbers, dtype)
             more = self._gather(others, numbers, None) if others else {}
-            done = {
-                number: work(self.units[number], whole, *([more[number]] if more else ()))
-                for number, whole in wholes.items()
-            }
+            done = {n: work(self.units[n], whole, *([more[n]] if more else ())) for n, whole in wholes.items()}
             self._scatter(done, numbers, found)
         return results
 
@@ -215,25 +212,21 @@ class WholeTensors:
                 results[part.flat][part.place : part.place + part.count] = value
 
     def _exchange(
-        self,
-        messages: list[tuple[int, int, UnitPart]],
-        content: Callable[[UnitPart], Tensor],
-        like: Tensor,
-        dtype: torch.dtype,
+        self, moves: list[tuple[int, int, UnitPart]], of: Callable[[UnitPart], Tensor], like: Tensor, dtype: torch.dtype
     ) -> dict[UnitPart, Tensor]:
         """Send and receive parts, (sender, receiver, part) in the same order on all ranks. Returns the received
         values by part."""
         me, ranks = self.axis.rank, range(self.axis.size)
-        messages = [each for each in messages if each[0] != each[1]]
-        if not messages:
+        moves = [each for each in moves if each[0] != each[1]]
+        if not moves:
             return {}
-        outgoing = [[part for source, to, part in messages if source == me and to == rank] for rank in ranks]
-        incoming = [[part for source, to, part in messages if to == me and source == rank] for rank in ranks]
+        outgoing = [[part for source, to, part in moves if source == me and to == rank] for rank in ranks]
+        incoming = [[part for source, to, part in moves if to == me and source == rank] for rank in ranks]
         device = self.device or like.device
         received = torch.empty(sum(part.count for row in incoming for part in row), dtype=dtype, device=device)
         dist.all_to_all_single(
             received,
-            torch.cat([received.new_empty(0), *(content(part) for row in outgoing for part in row)]),
+            torch.cat([received.new_empty(0), *(of(part) for row in outgoing for part in row)]),
             group=self.axis.group,
             output_split_sizes=[sum(part.count for part in row) for row in incoming],
             input_split_sizes=[sum(part.count for part in row) for row in outgoing],
@@ -298,7 +291,4 @@ def _cover(parts: Sequence[UnitPart], owner: int) -> list[UnitPart]:
         if ends.get(cut, 0) != start:
             raise ValueError(f"the ranks' parts of a matrix do not fit together at element {start} of shard {cut}")
         ends[cut] = start + count
-    return [
-        next((part for part in replicas if part.rank == owner), replicas[owner % len(replicas)])
-        for replicas in same.values()
-    ]
+    return [next((one for one in copies if one.rank == owner), copies[owner % len(copies)]) for copies in same.values()]

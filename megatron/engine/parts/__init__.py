@@ -46,43 +46,29 @@ PARTS = (
     PartEntry(COMPRESSION, "megatron.engine.parts.compressed_sums:CompressedSums", _compresses),
     # Sets the rotary tables of a step: before a part reads its batch.
     PartEntry(
-        "lengths",
-        "megatron.engine.parts.stages:SequenceStages",
-        lambda engine: bool(engine.config.training.sequence_schedule),
+        "lengths", "megatron.engine.parts.stages:SequenceStages", lambda e: bool(e.config.training.sequence_schedule)
     ),
     # Sets the number of a step's micro-batches in DeepSpeed: before a gradient is made.
-    PartEntry(
-        "batches",
-        "megatron.engine.parts.stages:BatchStages",
-        lambda engine: bool(engine.config.training.batch_schedule),
-    ),
+    PartEntry("batches", "megatron.engine.parts.stages:BatchStages", lambda e: bool(e.config.training.batch_schedule)),
     PartEntry("documents", "megatron.engine.parts.document_limit:DocumentLimit", _counts_documents),
     # Replaces the forward of blocks while layers are slow. Only an agent reads its reports.
-    PartEntry(
-        "layer_progress", "megatron.engine.parts.layer_progress:LayerProgress", lambda engine: engine.beacon.shared
-    ),
+    PartEntry("layer_progress", "megatron.engine.parts.layer_progress:LayerProgress", lambda e: e.beacon.shared),
     # From here on, the order is that of the messages after an update. The last one shrinks masters: after all readers.
     PartEntry(
-        "experts",
-        "megatron.engine.parts.expert_load:ExpertLoad",
-        lambda engine: _any_kind(engine, lambda kind: kind.experts),
+        "experts", "megatron.engine.parts.expert_load:ExpertLoad", lambda e: _any_kind(e, lambda kind: kind.experts)
     ),
-    PartEntry(TEACHER, "megatron.engine.parts.teacher:Teacher", lambda engine: False),  # made before the engine
+    PartEntry(TEACHER, "megatron.engine.parts.teacher:Teacher", lambda e: False),  # made before the engine
     PartEntry(
-        "objective",
-        "megatron.engine.parts.objective:ObjectiveReport",
-        lambda engine: objective_of(engine.config).reads_labels,
+        "objective", "megatron.engine.parts.objective:ObjectiveReport", lambda e: objective_of(e.config).reads_labels
     ),
-    PartEntry("probes", "megatron.engine.parts.objective:Probes", lambda engine: objective_of(engine.config).probes),
+    PartEntry("probes", "megatron.engine.parts.objective:Probes", lambda e: objective_of(e.config).probes),
     PartEntry(
-        "recurrent_depth",
-        "megatron.engine.parts.recurrent_depth:RecurrentDepth",
-        lambda engine: engine.plan.depth is not None,
+        "recurrent_depth", "megatron.engine.parts.recurrent_depth:RecurrentDepth", lambda e: e.plan.depth is not None
     ),
     PartEntry(
         "logit_clipping",
         "megatron.engine.parts.logit_clipping:LogitClipping",
-        lambda engine: _any_kind(engine, lambda kind: kind.clips_logits),
+        lambda e: _any_kind(e, lambda kind: kind.clips_logits),
     ),
 )
 

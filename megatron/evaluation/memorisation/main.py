@@ -75,10 +75,7 @@ def _recite(scorer: Scorer, rows: Sequence[Row], context: int, scores: bool) -> 
         number: sum(own == true for own, true in zip(each.tokens, rows[number][context:], strict=True)) / length
         for number, each in zip(others, made, strict=True)
     }
-    return [
-        Recital(each.greedy, 1.0 if each.greedy else right.get(number), each.log_likelihood)
-        for number, each in enumerate(read)
-    ]
+    return [Recital(x.greedy, 1.0 if x.greedy else right.get(i), x.log_likelihood) for i, x in enumerate(read)]
 
 
 FOLDER = "memorisation"  # in the run's directory: a folder of results for each checkpoint

@@ -62,9 +62,7 @@ def begin(folder: Path, job: RecitationJob) -> set[int]:
     wanted = json.loads(json.dumps(asdict(job)))
     if (folder / JOB).exists():
         differences = [
-            f"{key} was {old} and is {wanted.get(key)}"
-            for key, old in read_job(folder).items()
-            if old != wanted.get(key)
+            f"{k} was {old} and is {wanted.get(k)}" for k, old in read_job(folder).items() if old != wanted.get(k)
         ]
         if differences:
             raise ResultError(
@@ -236,9 +234,7 @@ def predict(early: Path, late: Path) -> ExtractionForecast:
     (first, known), (second, wanted) = _flags(early), _flags(late)
     common, at, place = np.intersect1d(first, second, assume_unique=True, return_indices=True)
     if not len(common):
-        raise ResultError(
-            f"{early} and {late} must have sequences in common: give both runs of extract.py some --steps"
-        )
+        raise ResultError(f"{early} and {late} must share sequences: give both runs of extract.py some --steps")
     own, true = known[at], wanted[place]
     return ExtractionForecast(len(common), int((own & true).sum()), int((own & ~true).sum()), int((true & ~own).sum()))
 

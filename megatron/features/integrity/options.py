@@ -17,10 +17,7 @@ AtRest = Literal["off", "due", "always"]
 
 class AuditKeys(Section):
     audit: int | None = key(
-        None,
-        "Compute every n-th step twice, and say whether losses and gradients agree to the last bit.",
-        unit="steps",
-        gt=0,
+        None, "Compute every n-th step twice, and compare losses and gradients to the last bit.", unit="steps", gt=0
     )
     audit_action: Literal["report", "restart"] = key(
         "report", "Consequence of a difference: a message, or status 17 and a restart from the newest checkpoint."

@@ -205,11 +205,7 @@ class Attribution:
         """Ranks have other losses in other places: the place with the worse loss is at fault."""
         suspect = self._suspect or {}
         moved = zip(suspect["losses"], suspect["places"], losses, places, strict=True)
-        wrong = {
-            there if _worse(before, now) else here
-            for before, there, now, here in moved
-            if before != now and there != here
-        }
+        wrong = {there if _worse(was, now) else here for was, there, now, here in moved if was != now and there != here}
         who = f"{', '.join(sorted(wrong))} computed it wrongly" if wrong else "a gradient was wrong, no loss says where"
         self._report(trainer, step, HOST, f"the {suspect['name']} differs in another place: {who}", wrong)
         hosts = {place.rpartition("/")[0] for place in wrong}

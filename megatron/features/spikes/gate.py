@@ -36,9 +36,7 @@ class OwnGradients:
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         self._total = torch.zeros((), dtype=torch.int64, device=device)
         self._handles = [
-            each.register_hook(partial(self._add, 2 * number + 1))
-            for number, each in enumerate(parameters)
-            if each.requires_grad
+            each.register_hook(partial(self._add, 2 * n + 1)) for n, each in enumerate(parameters) if each.requires_grad
         ]
 
     def _add(self, factor: int, gradient: Tensor) -> None:

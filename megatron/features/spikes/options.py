@@ -21,9 +21,7 @@ NAME = "spikes"  # of the feature and its engine part
 class SpikeClipSection(Section):
     """ZClip (arXiv 2504.02507)."""
 
-    z: float = key(
-        2.5, "action clip: number of standard deviations above the mean from which gradient norms are clipped.", gt=0
-    )
+    z: float = key(2.5, "action clip: standard deviations above the mean from which gradient norms are clipped.", gt=0)
     decay: float = key(0.97, "Decay of the running mean and variance of the norms.", gt=0, lt=1)
     warmup: int = key(25, "Norms that the first mean and variance are taken of.", unit="steps", ge=2)
 

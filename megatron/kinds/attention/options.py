@@ -31,13 +31,9 @@ class AttentionOptions(Section):
     )
     position: Literal["rotary", "alibi", "none"] = key("rotary", "Position information inside attention.")
     rotary: RotaryOptions = key(RotaryOptions, "Rotary embedding options, used when position is rotary.")
-    window: int | None = key(
-        None, "Sliding window: a token attends to itself and the window-1 tokens before it.", unit="tokens", gt=0
-    )
+    window: int | None = key(None, "Sliding window: a token sees itself and window-1 before it.", unit="tokens", gt=0)
     qk_norm: Literal["none", "head", "full"] = key(
-        "none",
-        "Normalise queries and keys: per head with one shared weight (Qwen3), or over the whole projected "
-        "width (OLMo-2).",
+        "none", "Norm of queries and keys: per head with a shared weight (Qwen3), or over the projected width (OLMo-2)."
     )
     values: Literal["projected", "keys"] = key(
         "projected",
@@ -66,9 +62,7 @@ class AttentionOptions(Section):
         gt=0,
     )
     sinks: bool = key(
-        False,
-        "Whether each head has a trained logit that takes a share of the softmax and has no value (GPT-OSS). It "
-        "starts at 0.",
+        False, "Whether each head has a trained logit, first 0, with a share of the softmax and no value (GPT-OSS)."
     )
     gate: Literal["none", "head", "channel"] = key(
         "none",
@@ -139,9 +133,7 @@ def earlier_keys_are_there(at: KindUse[AttentionOptions]) -> Iterator[Problem]:
         return
     uses, further = at.context.layers("attention"), at.context.further_block
     alone = [uses[place].variant for place, lender in lenders([use.options for use in uses]).items() if lender is None]
-    read_again = further is not None and any(
-        (each.name, each.variant) == (at.kind, at.variant) for each in further.kinds
-    )
+    read_again = further is not None and any((x.name, x.variant) == (at.kind, at.variant) for x in further.kinds)
     for others, wrong, rule, fix in (
         (
             "model.layers",
@@ -161,12 +153,7 @@ def earlier_keys_are_there(at: KindUse[AttentionOptions]) -> Iterator[Problem]:
             "must be own in modules that predict further tokens, which have no layer before them",
             "use keys: own there, by a variant",
         ),
-        (
-            ".qk_clip",
-            at.options.qk_clip is not None,
-            "must be own where logits are clipped by their keys",
-            "use keys: own",
-        ),
+        (".qk_clip", at.options.qk_clip is not None, "must be own where logits are clipped", "use keys: own"),
     ):
         if wrong:
             yield at.problem(".keys", others, rule=rule, fix=fix)

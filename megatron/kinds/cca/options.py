@@ -36,14 +36,11 @@ class CCAOptions(Section):
     depthwise: int = key(2, "Taps of the first convolution, of each channel.", unit="tokens", gt=0)
     grouped: int = key(2, "Taps of the second convolution, which mixes the channels of each head.", unit="tokens", gt=0)
     temperature: Literal["exponential", "linear"] = key(
-        "exponential",
-        "Keys are multiplied by exp(t), t from 0 (the paper), or by t itself, from 1 (the released ZAYA1 models).",
+        "exponential", "Keys are multiplied by exp(t), t from 0 (the paper), or by t itself, from 1 (released ZAYA1)."
     )
     position: Literal["rotary", "none"] = key("rotary", "Position information inside attention.")
     rotary: RotaryOptions = key(RotaryOptions, "Rotary embedding options, used when position is rotary.")
-    window: int | None = key(
-        None, "Sliding window: a token attends to itself and the window-1 tokens before it.", unit="tokens", gt=0
-    )
+    window: int | None = key(None, "Sliding window: a token sees itself and window-1 before it.", unit="tokens", gt=0)
     qkv_bias: bool = key(False, "Whether the query, key and value projections have biases.")
     output_bias: bool = key(False, "Whether the output projection has a bias.")
 

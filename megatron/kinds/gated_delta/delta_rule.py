@@ -96,9 +96,7 @@ def _chunks(
         def seen(x_BcgQK: Tensor) -> Tensor:
             return products_by_channel(of_values(x_BcgQK, v), keys, total, causal)
 
-    to_end, from_begin, through, beta = (
-        each.unflatten(-1, (heads, -1)) for each in (to_end, from_begin, through, beta)
-    )
+    to_end, from_begin, through, beta = (x.unflatten(-1, (heads, -1)) for x in (to_end, from_begin, through, beta))
     to_end, from_begin, beta = (each.transpose(2, 3) for each in (to_end, from_begin, beta))
     overlaps = seen(k) * beta
     sides = torch.cat([v, keys * from_begin], -1) * beta
@@ -119,20 +117,12 @@ def of_values(x: Tensor, v: Tensor) -> Tensor:
 
 
 def _rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    initial: Tensor | None,
-    starts: Tensor | None,
-    *,
-    chunk: int,
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, past: Tensor | None, starts: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
     dtype, length, K = v.dtype, k.shape[1], k.shape[-1]
     own, held, keys, through, from_begin, seen = _chunks(k, v, decay, beta, starts, chunk)
     q = (_unit(in_chunks(q, chunk)) * K**-0.5).transpose(2, 3)
-    new, before, final = _carry(own, held, keys, through, initial)
+    new, before, final = _carry(own, held, keys, through, past)
     y = (of_values(q, own) * from_begin) @ before + seen(q) @ new
     return y.transpose(2, 3).flatten(1, 2)[:, :length].to(dtype), final
 
@@ -149,9 +139,7 @@ def _carry(
     if state is None:
         state = own_BchQV.new_zeros((*own_BchQV[:, 0, :, 0, 0].shape, keys_BchQK.shape[-1], own_BchQV.shape[-1]))
     state, written, before = at_least_fp32(state), [], []
-    for own, held, keys, through in zip(
-        *(each.unbind(1) for each in (own_BchQV, held_BchQK, keys_BchQK, through_BchK))
-    ):
+    for own, held, keys, through in zip(*(x.unbind(1) for x in (own_BchQV, held_BchQK, keys_BchQK, through_BchK))):
         before.append(state)
         written.append(own - held @ state)
         state = state * through[..., None] + keys.transpose(-1, -2) @ written[-1]

@@ -23,15 +23,10 @@ def mixer(ours: str, theirs: str) -> tuple[Link, ...]:
     """The mixer of OLMo Hybrid. The arguments are the two modules."""
     pairs = {"query_key": "qk", "value_gate": "vg", "decay_beta": "ab"}
     return (
-        *(
-            Link(f"{ours}.{name}", tuple(f"{theirs}.{each}_proj" for each in both), fused())
-            for name, both in pairs.items()
-        ),
+        *(Link(f"{ours}.{name}", tuple(f"{theirs}.{x}_proj" for x in both), fused()) for name, both in pairs.items()),
         *tensors(ours, theirs, "A_log", "dt_bias"),
         Link(
-            (f"{ours}.query_key_conv", f"{ours}.value_conv"),
-            tuple(f"{theirs}.{each}_conv1d" for each in "qkv"),
-            convolutions,
+            (f"{ours}.query_key_conv", f"{ours}.value_conv"), tuple(f"{theirs}.{x}_conv1d" for x in "qkv"), convolutions
         ),
         Link(f"{ours}.norm", f"{theirs}.o_norm"),
         Link(f"{ours}.output", f"{theirs}.o_proj"),
@@ -132,9 +127,7 @@ def kimi(theirs: str) -> tuple[Link, ...]:
             for ours, name in {"value": "v", "beta": "b", "decay": "f_b", "gate": "g_b", "output": "o"}.items()
         ),
         Link(
-            (f"{OURS}.query_key_conv", f"{OURS}.value_conv"),
-            tuple(f"{theirs}.{each}_conv1d" for each in "qkv"),
-            convolutions,
+            (f"{OURS}.query_key_conv", f"{OURS}.value_conv"), tuple(f"{theirs}.{x}_conv1d" for x in "qkv"), convolutions
         ),
         Link(f"{OURS}.A_log", f"{theirs}.A_log", rates, suffixes=("",)),
         *tensors(OURS, theirs, "dt_bias"),

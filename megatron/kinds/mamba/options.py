@@ -26,9 +26,7 @@ class MambaOptions(StateSpaceOptions):
         lambda own, at: -(-at["model.hidden_size"] // 16) if at.uses("mamba") else None,
         "model.hidden_size",
     )
-    chunk: int = key(
-        256, "Tokens that are scanned at a time. Changes memory and speed, not the result.", unit="tokens", gt=0
-    )
+    chunk: int = key(256, "Tokens scanned at a time. Changes memory and speed, not the result.", unit="tokens", gt=0)
 
 
 def heads_are_equal(at: KindUse[MambaOptions]) -> Iterator[Problem]:
@@ -86,17 +84,14 @@ class Multipliers(Section):
 
 
 class Mamba2Options(StateSpaceOptions):
-    inner_size: int | None = key(
-        None, "Inner channels of the mixer. Default: expand * model.hidden_size.", unit="channels", gt=0
-    )
+    inner_size: int | None = key(None, "Inner channels. Default: expand * model.hidden_size.", unit="channels", gt=0)
     head_dim: int = key(64, "Inner channels per head, which share one decay.", unit="channels", gt=0)
     state_size: int = key(128, "State elements per channel.", gt=0)
     groups: int = key(1, "Groups of heads. The heads of a group share what they write (B) and read (C).", gt=0)
     least_step: float = key(0.0, "Time steps are raised to this (lower end of time_step_limit).", ge=0)
     most_step: float | None = key(None, "Time steps are cut to this (upper end of time_step_limit).", gt=0)
     norm: Literal["after_gate", "before_gate", "none"] = key(
-        "after_gate",
-        "RMSNorm over the channels of each group: of the gated output, of the output before its gate, or none.",
+        "after_gate", "RMSNorm over channels of each group: of the gated output, the output before its gate, or none."
     )
     input_multiplier: float = key(1.0, "Multiplies what the mixer reads (Falcon-H1).", gt=0)
     multipliers: Multipliers = key(Multipliers, "Multipliers of what is projected from it.")

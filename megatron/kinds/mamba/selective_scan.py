@@ -63,20 +63,13 @@ def selective_scan(
 
 
 def ends(
-    u_BSd: Tensor,
-    dt_BSd: Tensor,
-    dt_bias_d: Tensor,
-    A_log_dN: Tensor,
-    B_BSN: Tensor,
-    *,
-    chunk: int,
-    starts_BS: Tensor | None,
+    u_BSd: Tensor, dt_BSd: Tensor, bias_d: Tensor, A_log_dN: Tensor, B_BSN: Tensor, chunk: int, starts_BS: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The state [B, d, N] from zeros, and the decay of each number. Arguments are as in `selective_scan`."""
     state = u_BSd.new_zeros((u_BSd.shape[0], *A_log_dN.shape), dtype=wide_type(u_BSd.dtype))
     left = torch.ones_like(state)
     for parts, starts in pieces([u_BSd, dt_BSd, B_BSN], chunk, starts_BS):
-        state, left = recomputed(_end, *parts, dt_bias_d, A_log_dN, state, left, starts)
+        state, left = recomputed(_end, *parts, bias_d, A_log_dN, state, left, starts)
     return state, left
 
 

@@ -44,19 +44,12 @@ class MLAOptions(Section):
         gt=0,
     )
     nope_dim: int = key(128, "Channels of a head's queries and keys that positions do not turn.", unit="channels", gt=0)
-    rope_dim: int = key(
-        64,
-        "Channels of a head's queries and keys that positions turn. These keys are the same for all heads.",
-        unit="channels",
-        gt=0,
-    )
+    rope_dim: int = key(64, "Channels per head that positions turn. All heads share these keys.", unit="channels", gt=0)
     value_dim: int = key(128, "Channels of a head's values.", unit="channels", gt=0)
     position: Literal["rotary", "none"] = key("rotary", "Whether positions turn the rope_dim channels.")
     rotary: RotaryOptions = key(RotaryOptions, "Rotary embedding options, used when position is rotary.")
     mscale_all_dim: float = key(
-        0.0,
-        "yarn: the derived scale is multiplied by (0.1 * mscale_all_dim * ln(factor) + 1) ** 2 (DeepSeek-V3: 1).",
-        ge=0,
+        0.0, "yarn: the scale is multiplied by (0.1 * mscale_all_dim * ln(factor) + 1) ** 2 (DeepSeek-V3: 1).", ge=0
     )
     scale: Derivable[float] = derived_key(
         "Multiplier of query-key products.",

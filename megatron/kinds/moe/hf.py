@@ -42,9 +42,7 @@ def plain_experts(theirs: str) -> tuple[Link, ...]:
 def experts_as_one(theirs: str) -> tuple[Link, ...]:
     """Gated experts as two tensors of module `theirs`, as here."""
     names = {"gate_up": "gate_up_proj", "down": "down_proj"}
-    return tuple(
-        Link(f"{OURS}.experts.{name}.weight", f"{theirs}.{each}", suffixes=("",)) for name, each in names.items()
-    )
+    return tuple(Link(f"{OURS}.experts.{name}.weight", f"{theirs}.{x}", suffixes=("",)) for name, x in names.items())
 
 
 def _transposed(interleaved: bool) -> Form:

@@ -23,13 +23,11 @@ def _balance(own: dict[str, Any], at: View) -> float:
 
 class RouterOptions(Section):
     network: Literal["linear", "mlp"] = key(
-        "linear",
-        "Network of a token's logits: one matrix, or a state of few channels and a three-layer MLP on it (ZAYA1).",
+        "linear", "Network of a token's logits: one matrix, or a small state and a three-layer MLP on it (ZAYA1)."
     )
     width: int = key(256, "mlp: channels of the router's state and layers.", unit="channels", gt=0)
     average: bool = key(
-        True,
-        "mlp: add the router state of the MoE layer before, times a trained number per channel. The first has none.",
+        True, "mlp: add the router state of the layer before, times a trained number per channel. The first has none."
     )
     skip: bool = key(False, "One more class, of tokens that use no expert (ZAYA1). Its correction stays at -1.")
     bias: bool = key(False, "linear: whether the router has a trained bias (BlackMamba).")
@@ -45,9 +43,7 @@ class RouterOptions(Section):
         "layers of DeepSeek-V4).",
     )
     normalize: bool = key(
-        False,
-        "The weights of a token's experts are its scores divided by their sum (Mixtral), else the scores "
-        "themselves (OLMoE).",
+        False, "Weights of a token's experts are its scores over their sum (Mixtral), else the scores (OLMoE)."
     )
     scale: float = key(1.0, "The weights are multiplied by this (DeepSeek's routed_scaling_factor).", gt=0)
     groups: int = key(1, "Equal groups of experts. A token may choose from top_groups of them.", gt=0)
@@ -67,10 +63,7 @@ class RouterOptions(Section):
     )
     correction_rate: float = key(1e-3, "How far the correction moves in a step.", ge=0)
     jitter: float = key(
-        0.0,
-        "In training the router's input is multiplied by uniform noise in [1 - jitter, 1 + jitter] (Switch).",
-        ge=0,
-        lt=1,
+        0.0, "In training uniform noise in [1 - jitter, 1 + jitter] multiplies router inputs (Switch).", ge=0, lt=1
     )
     sinkhorn_iterations: int = key(1, "sinkhorn: rounds of balancing.", gt=0)
     sinkhorn_start: Literal["load", "ones"] = key(
@@ -117,9 +110,7 @@ class MoEOptions(Section):
     activation: Activation = key("silu", "Activation of the experts, as of model.mlp.")
     gated: bool = key(True, "Gated experts: activation(gate(x)) * up(x).")
     bias: bool = key(False, "Whether the matrices of the experts have biases (GPT-OSS).")
-    limit: float | None = key(
-        None, "gated: gate is cut to at most this, and up to between minus this and this (GPT-OSS).", gt=0
-    )
+    limit: float | None = key(None, "gated: gate is cut to at most this, and up to ± this (GPT-OSS).", gt=0)
     up_offset: float = key(0.0, "gated: added to up (GPT-OSS: 1).")
     shared_limit: float | None = key(None, "The same limit of the shared expert (DeepSeek-V4).", gt=0)
     shared_size: int = key(
@@ -128,9 +119,7 @@ class MoEOptions(Section):
         unit="channels",
         ge=0,
     )
-    shared_gate: bool = key(
-        False, "Multiply the shared expert's output by the sigmoid of a trained number (Qwen2-MoE)."
-    )
+    shared_gate: bool = key(False, "Multiply shared experts' output by the sigmoid of a trained number (Qwen2-MoE).")
     own_norms: bool = key(
         False,
         "The router, the experts and the shared expert multiply the normalised stream by vectors of their own, the "

@@ -24,9 +24,7 @@ def top_k_of_the_experts(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     moe = at.options
     if moe.top_k > moe.experts:
         yield at.problem(
-            ".top_k .experts",
-            rule="top_k must not exceed the number of experts",
-            fix=f"use at most {moe.experts}, or more experts",
+            ".top_k .experts", rule="top_k must not exceed the number of experts", fix=f"use at most {moe.experts}"
         )
 
 
@@ -51,10 +49,7 @@ def groups_are_equal(at: KindUse[MoEOptions]) -> Iterator[Problem]:
         )
     elif router.top_groups > router.groups:
         yield at.problem(
-            ".router.top_groups",
-            groups,
-            rule="top_groups must not exceed the number of groups",
-            fix=f"use at most {router.groups}",
+            ".router.top_groups", groups, rule="must not exceed router.groups", fix=f"use at most {router.groups}"
         )
     elif moe.top_k <= moe.experts and moe.top_k > router.top_groups * (moe.experts // router.groups):
         open_to_it = router.top_groups * (moe.experts // router.groups)

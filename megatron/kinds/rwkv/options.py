@@ -60,9 +60,7 @@ def _rank(factor: float) -> Derived:
 class RWKV7Options(RWKVOptions):
     head_dim: int = key(64, "Channels per head.", unit="channels", gt=1)
     decay_rank: Derivable[int] = key(None, "Rank of the matrix that moves the decays.", derived=_rank(2.5), gt=0)
-    rate_rank: Derivable[int] = key(
-        None, "Rank of the matrix that gives the in-context learning rates.", derived=_rank(2.5), gt=0
-    )
+    rate_rank: Derivable[int] = key(None, "Rank of the matrix of in-context learning rates.", derived=_rank(2.5), gt=0)
     value_rank: Derivable[int] = key(
         None, "Rank of the matrix that blends values with the first RWKV-7 layer's.", derived=_rank(1.7), gt=0
     )

@@ -133,9 +133,7 @@ class RWKV7(nn.Module):
         self, made: tuple[Tensor | None, ...], starts_BS: Tensor | None, of_state: Tensor | None
     ) -> Tensor:
         """The memory before this rank's tokens. `_left` is only needed with more than two ranks."""
-        own, left = (
-            functools.partial(each, heads=self.heads, chunk=self.options.chunk) for each in (_made_of_none, _left)
-        )
+        own, left = (functools.partial(x, heads=self.heads, chunk=self.options.chunk) for x in (_made_of_none, _left))
         memory = recomputed(own, *made, starts_BS)
         turned = None if of_state is None else of_state.mT
         return carried_by_matrix(self.context, memory.mT, lambda: recomputed(left, *made, starts_BS).mT, turned).mT
@@ -254,25 +252,16 @@ def _time_mix(
     else:
         r, log_w, k, v, a, b = factors(r, *made, heads=heads)
         y, memory = wkv7(r, log_w, k, v, a, b, chunk=chunk, initial_BhNN=memory, starts_BS=starts)
-    return finished(y, r, k, v, g, bonus, norm_weight, norm_bias, epsilon=epsilon), memory
+    return finished(y, r, k, v, g, bonus, norm_weight, norm_bias, eps=epsilon), memory
 
 
 def _finished(
-    y: Tensor,
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    bonus: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    *,
-    epsilon: float,
+    y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, bonus: Tensor, weight: Tensor, bias: Tensor, *, eps: float
 ) -> Tensor:
     """(norm(y) + bonus) * gate, [B, S, d] of the gate's type."""
-    bonus, norm_weight, norm_bias = over_tokens((bonus, norm_weight, norm_bias), g)
-    y, gain, shift = (at_least_fp32(each) for each in (y, norm_weight, norm_bias))
-    y = F.layer_norm(y, y.shape[-1:], eps=epsilon).flatten(2) * gain + shift
+    bonus, weight, bias = over_tokens((bonus, weight, bias), g)
+    y, gain, shift = (at_least_fp32(each) for each in (y, weight, bias))
+    y = F.layer_norm(y, y.shape[-1:], eps=eps).flatten(2) * gain + shift
     y = y + ((r * k * bonus.unflatten(-1, k.shape[2:])).sum(-1, keepdim=True) * v).flatten(2)
     return (y * at_least_fp32(g)).to(g.dtype)
 

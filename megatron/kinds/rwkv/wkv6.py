@@ -164,22 +164,15 @@ def _between(runs: Runs, k: Tensor, v: Tensor, log_w: Tensor) -> tuple[Tensor, T
 
 
 def _piece(
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    moved: Tensor | None,
-    decay: Tensor,
-    bonus: Tensor,
-    initial: Tensor,
-    starts: Tensor | None,
+    r: Tensor, k: Tensor, v: Tensor, moved: Tensor | None, decay: Tensor, u: Tensor, past: Tensor, starts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     dtype, runs = r.dtype, Runs.of(r.shape[1], starts, r.device)
     log_w, r, k, v = (
         runs.cut(each) for each in (_rates(r, moved, decay), at_least_fp32(r), at_least_fp32(k), at_least_fp32(v))
     )
-    y = torch.addcmul(inside_runs(r, k, v, log_w, runs), (r * k * bonus).sum(-1, keepdim=True), v)
+    y = torch.addcmul(inside_runs(r, k, v, log_w, runs), (r * k * u).sum(-1, keepdim=True), v)
     written, through, from_begin = _between(runs, k, v, log_w)
-    state, before = initial, []
+    state, before = past, []
     for through_c, written_c in zip(through.expand(-1, written.shape[1], -1, -1, -1).unbind(1), written.unbind(1)):
         before.append(state)
         state = through_c * state + written_c

@@ -23,17 +23,12 @@ class SharedMLPOptions(MLPOptions):
 
 class SharedAttentionOptions(AttentionOptions):
     blocks: int = key(1, "Number of blocks of shared weights, which the layers use in turn.", gt=0)
-    adapter_rank: int = key(
-        0, "Rank of each layer's addition to the first matrix of the shared MLP (LoRA). 0 adds nothing.", ge=0
-    )
+    adapter_rank: int = key(0, "Rank of each layer's addition to the shared MLP's first matrix (LoRA). 0: none.", ge=0)
     attention_adapters: bool = key(False, "Whether each layer adds to queries, keys and values, too.")
     mlp: SharedMLPOptions = key(SharedMLPOptions, "The MLP of a shared block.")
     heads: Needed[int] = key(None, "Number of query heads. Needed where the pattern has shared attention.", gt=0)
     kv_heads: Derivable[int] = derived_key(
-        "Number of key/value heads (GQA, 1 is MQA).",
-        "model.shared_attention.heads",
-        lambda own, at: own["heads"],
-        ".heads",
+        "Key/value heads (GQA, 1 is MQA).", "model.shared_attention.heads", lambda own, at: own["heads"], ".heads"
     )
     head_dim: Derivable[int] = derived_key(
         "Channels per head.",
@@ -73,9 +68,7 @@ def attention_adapters_have_a_rank(at: KindUse[SharedAttentionOptions]) -> Itera
 
 def shared_blocks_have_keys(at: KindUse[SharedAttentionOptions]) -> Iterator[Problem]:
     if at.options.keys != "own":
-        yield at.problem(
-            ".keys", rule="must be own: each layer makes keys with the weights that it shares", fix="remove it"
-        )
+        yield at.problem(".keys", rule="must be own: each layer makes keys with shared weights", fix="remove it")
 
 
 def shared_logits_are_not_clipped(at: KindUse[SharedAttentionOptions]) -> Iterator[Problem]:

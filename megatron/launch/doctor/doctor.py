@@ -232,10 +232,7 @@ class Doctor:
         _, result, collector = self._run(("pairs", backend), (0,), address)
         if result.first:
             return [_failed(f"pairs {backend}", f"{name}: ", result.first)]
-        met = {
-            rank: {int(other): rate for other, rate in answer["rates"].items()}
-            for rank, answer in collector.answers().items()
-        }
+        met = {rank: {int(to): rate for to, rate in own["rates"].items()} for rank, own in collector.answers().items()}
         best = best_pairs(met)
         return judge_rates(PAIRS, [best[rank] for rank in sorted(best)], self.names, f"{name}, {backend}: ")
 
@@ -247,11 +244,7 @@ class Doctor:
         answers = collector.answers()
         if not all(answer["right"] for answer in answers.values()):
             return HostFinding(
-                FAIL,
-                check,
-                f"{name}: a wrong sum",
-                tuple(self.names),
-                "do not train on this: memory or network damage data",
+                FAIL, check, f"{name}: a wrong sum", tuple(self.names), "do not train: memory or network damage data"
             )
         slowest = max(answer["seconds"] for answer in answers.values())
         size = next(iter(answers.values()))["bytes"]
@@ -321,9 +314,7 @@ def judge(answers: list[dict[str, Any]], names: list[str]) -> list[HostFinding]:
 def _accelerators(answers: list[dict[str, Any]], names: list[str]) -> list[HostFinding]:
     """Equal counts. Hosts without devices are named, and are wrong where they have a driver."""
     counts = [answer["accelerators"] for answer in answers]
-    blind = tuple(
-        name for name, answer in zip(names, answers) if not answer["accelerators"] and answer["driver"] != "none"
-    )
+    blind = tuple(name for name, each in zip(names, answers) if not each["accelerators"] and each["driver"] != "none")
     if blind:
         advice = (
             "nvidia-smi or rocm-smi. Containers need --gpus all (NVIDIA) or --device /dev/kfd --device /dev/dri (AMD)"

@@ -109,11 +109,7 @@ def outcome(failures: list[Failure], sent: Iterable[int]) -> tuple[int, Failure 
         because it came twice, and nothing else went wrong. Otherwise the first failure's status and that failure.
     """
     sent = tuple(sent)
-    harmless = [
-        each
-        for each in failures
-        if sent and each.rank is not None and (each.reason == STOPPED or stopped(each.status, sent))
-    ]
+    harmless = [x for x in failures if sent and x.rank is not None and (x.reason == STOPPED or stopped(x.status, sent))]
     first = first_failure(each for each in failures if each not in harmless)
     if first is None:
         obeyed = first_failure(each for each in harmless if stopped(each.status, sent))
@@ -361,9 +357,7 @@ def report(first: Failure, others: list[Failure], seconds: float, logs: str | No
     elif cause:
         lines.append(f"deepy: likely cause: {cause}")
     if others:
-        counts = Counter(
-            "host lost" if each.rank is None else each.reason or describe_status(each.status) for each in others
-        )
+        counts = Counter("host lost" if x.rank is None else x.reason or describe_status(x.status) for x in others)
         lines.append("deepy: then ended: " + ", ".join(f"{number} x {what}" for what, number in counts.most_common()))
     if logs and first.rank is not None:
         lines.append(f"deepy: log of that rank: {logs}/rank_{first.rank:04d}.log")

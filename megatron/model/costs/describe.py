@@ -59,9 +59,7 @@ def layers(config: Config) -> list[LayerCosts]:
         *(_recomputation(config, index, block, each) for index, (block, each) in enumerate(zip(blocks, counts[1:-1]))),
         _head_recomputation(config, counts[-1], wider),
     ]
-    rows = [
-        LayerCosts(*row[:4], *row[4], 3 * row[3].flops) for row in zip(names, kinds, rank_of(config), counts, saved)
-    ]
+    rows = [LayerCosts(*r[:4], *r[4], 3 * r[3].flops) for r in zip(names, kinds, rank_of(config), counts, saved)]
     rows[-1] = replace(rows[-1], training_flops=rows[-1].training_flops + 3 * further.flops)
     inside = {index + 1 for index in core_of(blocks)}
     return [_repeated(config, row) if place in inside else row for place, row in enumerate(rows)]

@@ -224,6 +224,4 @@ class ContextGroup:
     def swap(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
         """`swap` with the places of ranks on the axis."""
         here = self.rank
-        return swap(
-            self.axis, [(to - here, each) for to, each in sent], [(source - here, each) for source, each in received]
-        )
+        return swap(self.axis, [(to - here, x) for to, x in sent], [(source - here, x) for source, x in received])

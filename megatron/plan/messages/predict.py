@@ -242,9 +242,7 @@ class _Predictor:
         lines["replicas"] = [layout.at_replica(at, place) for place in range(layout.replicas)]
         lines |= {"expert": layout.all_experts(at), "expert_data": layout.same_experts(at)}
         lines["model"] = [
-            replace(at, pipeline=stage, tensor=place)
-            for stage in range(layout.pipeline)
-            for place in range(layout.tensor)
+            replace(at, pipeline=stage, tensor=own) for stage in range(layout.pipeline) for own in range(layout.tensor)
         ]
         return {
             name: (group_name(list(map(layout.rank, line)), layout, at) if len(line) > 1 else name, len(line))
@@ -451,11 +449,7 @@ class _Predictor:
 
     def expert_loads(self) -> None:
         """The table of all mixtures' loads, summed over data and stages."""
-        experts = {
-            number: experts
-            for number, kind, options in used_kinds(self.config.model)
-            if (experts := kind.experts(options))
-        }
+        experts = {n: experts for n, kind, own in used_kinds(self.config.model) if (experts := kind.experts(own))}
         if experts:
             elements = len(experts) * (2 * max(experts.values()) + ExpertTally.EXTRA)
             for axis in ("replicas", "pipeline"):

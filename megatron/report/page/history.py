@@ -246,9 +246,7 @@ def configuration_tables(runs: list[RunHistory]) -> Iterator[PageTable]:
         values = {dotted(path): value for path, value in leaves(thaw(run.described.config.model_dump()))}
         rows = [[key, _value(values[key]), origin] for key, origin in run.described.origins.items() if key in values]
         given = [row for row in rows if row[2] != "default"]
-        yield PageTable(
-            f"{run.name}: values that are not defaults", ["key", "value", "from"], given, folded=len(runs) > 1
-        )
+        yield PageTable(f"{run.name}: non-default values", ["key", "value", "from"], given, folded=len(runs) > 1)
         yield PageTable(f"{run.name}: all {len(rows)} values", ["key", "value", "from"], rows, folded=True)
 
 

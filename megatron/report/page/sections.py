@@ -278,15 +278,11 @@ def _experts(runs: list[RunHistory], charts: Charts) -> PageSection:
 def _other(runs: list[RunHistory], charts: Charts) -> PageSection:
     keys = dict.fromkeys(key for run in runs for key in run.metrics())
     rest = [
-        key
-        for key in keys
-        if key not in DRAWN and not key.startswith(("moe/", "communication/", f"{NORMS}/", f"{NOISE}/"))
+        k for k in keys if k not in DRAWN and not k.startswith(("moe/", "communication/", f"{NORMS}/", f"{NOISE}/"))
     ]
     drawn = [charts.lines(key, key, _curves(runs, key, raw=True)) for key in rest[:OTHER_CHARTS]]
     left = len(rest) - OTHER_CHARTS
-    note = (
-        f"{left} further metrics are in metrics.jsonl: {', '.join(rest[OTHER_CHARTS:][:10])}, ..." if left > 0 else ""
-    )
+    note = f"{left} more metrics are in metrics.jsonl: {', '.join(rest[OTHER_CHARTS:][:10])}, ..." if left > 0 else ""
     return PageSection("other", "Other metrics", drawn, note=note)
 
 

@@ -159,9 +159,7 @@ def study_lines(found: Study) -> list[str]:
     ]
     if held := found.held_out:
         off = 100 * (held.predicted / held.loss - 1)
-        lines.append(
-            f"{held.run}: {held.loss:.4f}, and {held.predicted:.4f} ({off:+.2f} %) by a law of only the smaller models"
-        )
+        lines.append(f"{held.run}: {held.loss:.4f}, and {held.predicted:.4f} ({off:+.2f} %) by a law of smaller models")
     return lines
 
 

@@ -142,9 +142,7 @@ class MessageTimes:
 
     def _keep(self, found: StepMessages, offset: Offset) -> None:
         self.kept.append((found, offset))
-        while len(self.kept) > 1 and (
-            len(self.kept) > KEPT or sum(len(each.messages) for each, _ in self.kept) > LIMIT
-        ):
+        while len(self.kept) > 1 and (len(self.kept) > KEPT or sum(len(one.messages) for one, _ in self.kept) > LIMIT):
             self.kept.popleft()
 
 

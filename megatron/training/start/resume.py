@@ -148,11 +148,7 @@ def find(
 
 
 def _continued(
-    checkpoint: Checkpoint,
-    skipped: Sequence[tuple[Path, str]],
-    config: Config,
-    world: World,
-    log: Callable[[str], None],
+    checkpoint: Checkpoint, skipped: Sequence[tuple[Path, str]], config: Config, world: World, log: Callable[[str], Any]
 ) -> StartPoint:
     changed = changes(checkpoint.meta.config, config, checkpoint.step)
     for line in changed:
@@ -160,10 +156,7 @@ def _continued(
     refuse_other_runs(checkpoint.title, changed, config)
     refuse_other_shards(checkpoint.title, checkpoint.meta.config, config)
     if checkpoint.step >= config.training.steps:
-        log(
-            f"nothing is left to do: the checkpoint has {checkpoint.step} steps, and training.steps is "
-            f"{config.training.steps}"
-        )
+        log(f"nothing to do: the checkpoint has {checkpoint.step} steps, and training.steps is {config.training.steps}")
     facts = {
         "checkpoint": checkpoint.title,
         "skipped": [str(path) for path, _ in skipped],
@@ -257,9 +250,7 @@ def _further_back(store: Store, step: int, starts: list[int], error: str) -> Res
     Raises:
         StartError: there is none, or it was tried often enough: another restart would not help.
     """
-    story = (
-        f"the run has diverged {len(starts)} times at step {step}, begun after {', '.join(map(str, starts))} updates"
-    )
+    story = f"the run diverged {len(starts)} times at step {step}, begun after {', '.join(map(str, starts))} updates"
     advice = (
         "It is not started again by itself. Change the recipe (optimizer.lr, gradient_clipping) or the data of that "
         f"step, and start from a checkpoint that you choose with checkpoint.resume. The last message was: {error}"

@@ -103,11 +103,7 @@ def changes(before: str, config: Config, completed: int = 0, start: int | None =
     old, new = _leaves(_as_of(values, completed)), _leaves(_as_of(now, completed if start is None else start))
     for key in () if schedules[0] == schedules[1] else ("sequence_schedule", "sequence_length"):
         old[f"training.{key}"], new[f"training.{key}"] = values["training"].get(key), now["training"][key]
-    keys = [
-        key
-        for key in sorted(old.keys() & new.keys())
-        if not any(f"{key}.".startswith(f"{each}.") for each in _UNREMARKABLE)
-    ]
+    keys = [k for k in sorted(old.keys() & new.keys()) if not any(f"{k}.".startswith(f"{x}.") for x in _UNREMARKABLE)]
     return [f"{key}: {old[key]!r} -> {new[key]!r}" for key in keys if old[key] != new[key]]
 
 

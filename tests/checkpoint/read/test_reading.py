@@ -65,7 +65,7 @@ def test_mismatches_are_listed_all_at_once(tmp_path):
         "missing: embedding.weight (momentum_buffer) is in the run. The checkpoint has only "
         "exp_avg, exp_avg_sq, master, weight of it",
         *(
-            f"left over: layers.2.mlp.down.weight ({state}) is in the checkpoint, but not in the run"
+            f"left over: layers.2.mlp.down.weight ({state}) is in the checkpoint, not in the run"
             for state in ("exp_avg", "exp_avg_sq", "master", "weight")
         ),
     ])
@@ -87,7 +87,7 @@ def test_ranks_want_together(tmp_path):
     results = Together(3).run(lambda member: work(member, "head"))
     assert len({str(result) for result in results}) == 1
     assert results[0].problems == [
-        f"left over: head.weight ({state}) is in the checkpoint, but not in the run"
+        f"left over: head.weight ({state}) is in the checkpoint, not in the run"
         for state in ("exp_avg", "exp_avg_sq", "master", "weight")
     ]
 

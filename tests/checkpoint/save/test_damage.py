@@ -407,5 +407,5 @@ def test_the_newer_version_is_told(directory):
     outer["content"] = outer["content"].replace('"format": 2', '"format": 3')
     outer["checksum"] = checksum(outer["content"].encode())
     path.write_text(json.dumps(outer))
-    with pytest.raises(CheckpointError, match="its format is 3. This version reads formats 1 to 2"):
+    with pytest.raises(CheckpointError, match="its format is 3. This version reads 1 to 2"):
         open_checkpoint(directory / "step_00000002")

@@ -24,7 +24,7 @@ MOE = [
         "more groups to choose from than groups",
         _MOE + "router: {groups: 2, top_groups: 4}}}",
         "model.moe.router.top_groups = 4",
-        "top_groups must not exceed the number of groups",
+        "must not exceed router.groups",
     ),
     case(
         "groups too small",

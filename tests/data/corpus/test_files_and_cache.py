@@ -50,7 +50,7 @@ def test_merging_equals_tokenizing_together(tmp_path, monkeypatch):
     for ending in (".bin", ".idx", ".origin"):
         assert Path(f"{tmp_path / 'both'}{ending}").read_bytes() == Path(f"{tmp_path / 'whole'}{ending}").read_bytes()
     assert manifest == read_manifest(tmp_path / "both") and [each["documents"] for each in manifest.inputs] == [2, 1]
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(DataError, match="token file exists"):
         files.merge([str(one)], tmp_path / "both", "1")
     with pytest.raises(DataError, match="tokens are int32"):
         write_documents(tmp_path / "c", [[1]], np.int32)

@@ -41,7 +41,7 @@ def factors(first: bool) -> tuple[Callable, list[Tensor]]:
 
 def finished() -> tuple[Callable, list[Tensor]]:
     heads = [drawn(B, S, HEADS, H // HEADS) for _ in range(4)]
-    return partial(_finished, epsilon=1e-3), [*heads, drawn(B, S, H), *(drawn(H) for _ in range(3))]
+    return partial(_finished, eps=1e-3), [*heads, drawn(B, S, H), *(drawn(H) for _ in range(3))]
 
 
 CASES = {

@@ -159,9 +159,7 @@ def _read_earlier(theirs: PreTrainedConfig, values: dict[str, Any], near: dict[s
         if theirs.vocab_size_per_layer_input != theirs.vocab_size:
             problems.append("vocab_size_per_layer_input must be vocab_size to be computed here")
         if theirs.hidden_activation != "gelu_pytorch_tanh":
-            problems.append(
-                f"hidden_activation={theirs.hidden_activation!r} is not computed here with inputs per layer"
-            )
+            problems.append(f"hidden_activation={theirs.hidden_activation!r} is not computed with inputs per layer")
     return problems
 
 
@@ -221,12 +219,7 @@ GEMMA4 = Architecture(
         Link(f"{common.OURS}.inputs.output_norm", f"{common.THEIRS}.post_per_layer_input_norm"),
     ),
     _TwoWidths(
-        {block: "" for block in _BLOCKS},
-        links=_input_links,
-        unused=_unused,
-        needed=_BLOCKS,
-        ropes=True,
-        more=_more_gemma,
+        dict.fromkeys(_BLOCKS, ""), links=_input_links, unused=_unused, needed=_BLOCKS, ropes=True, more=_more_gemma
     ),
     fields=(
         *(field for field in _GEMMA_FIELDS if field.ours not in _BY_LAYER),

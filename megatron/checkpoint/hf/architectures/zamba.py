@@ -53,9 +53,7 @@ def _source(module: str) -> Callable[[str, Collection[str]], str | None]:
         found = re.fullmatch(rf"model\.layers\.(\d+)\.{module}\.(.+)", name)
         if found is None:
             return None
-        calls = sorted(
-            int(each.split(".")[2]) for each in saved if re.fullmatch(r"model\.layers\.\d+\.linear\.weight", each)
-        )
+        calls = sorted(int(x.split(".")[2]) for x in saved if re.fullmatch(r"model\.layers\.\d+\.linear\.weight", x))
         blocks = len({each.split(".")[2] for each in saved if f".{module}." in each})
         layer = int(found[1])
         if layer not in calls[blocks:]:
