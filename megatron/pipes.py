@@ -59,8 +59,7 @@ class _Output:
 def piped(main: Callable[[], int | None]) -> int | None:
     """Run a command's `main`. It ends without a word, with status 141, once the reader of its output has gone.
 
-    An optional package that is not installed is a message and status 2.
-    """
+    An optional package that is not installed is a message and status 2."""
     before, errors = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _Output(before), _Output(errors, LIVE)
     try:

@@ -7,8 +7,7 @@
     deepy.tensors(run)["layers.0.attention.query.weight"]                 any tensor of any checkpoint, by logical name
     found = deepy.open_model(run).forward(batch, keep=["layers.*"])       loss, activations and gradients
 
-Importing this module loads neither torch nor DeepSpeed, and changes nothing in the process.
-"""
+Importing this module loads neither torch nor DeepSpeed, and changes nothing in the process."""
 
 from __future__ import annotations
 

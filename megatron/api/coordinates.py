@@ -1,8 +1,7 @@
 """A coordinate check: how activations change with the width or depth of a model, in the first steps of training.
 
 With a right parametrization each step moves every coordinate of every layer equally at all sizes. Otherwise large
-models need another learning rate (Yang et al. 2022, arXiv 2203.03466, appendix D.1).
-"""
+models need another learning rate (Yang et al. 2022, arXiv 2203.03466, appendix D.1)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A checkpoint has no layout, so a layout only decides how files are cut. It follows a run's choice. Tensors go to
 pipeline stages in order, and tensor parallel ranks have their shards. With ZeRO, the optimizer's states of a rank's
 shards are laid end to end and cut into equal pieces for the data parallel ranks. Spread experts and shared rows of
-matrices go to their ranks, and are cut over the ranks with the same ones.
-"""
+matrices go to their ranks, and are cut over the ranks with the same ones."""
 
 import json
 from collections.abc import Callable, Iterable

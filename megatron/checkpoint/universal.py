@@ -7,8 +7,7 @@ number. Other optimizers' states have files of their own names. DeepSpeed's engi
 and another for ZeRO 3.
 
 DeepSpeed's own converter makes this form of native checkpoints (`made_universal`). Without ZeRO a native checkpoint is
-one file of model states with the optimizer's states in the order of its parameters. It is read here.
-"""
+one file of model states with the optimizer's states in the order of its parameters. It is read here."""
 
 import math
 import subprocess
@@ -185,8 +184,7 @@ def _write_engine_state(folder: Path, meta: Meta, parameters: int) -> None:
 
     Its loader pairs these groups of parameters with its optimizer's groups, and ignores parameters of unpaired groups.
     So there is one group per parameter. The groups are empty: learning rate, betas and weight decay come from its
-    configuration.
-    """
+    configuration."""
     done = torch.tensor(float(meta.optimizer.get("step", meta.step)))
     optimizer = {
         "ds_version": DS_VERSION,

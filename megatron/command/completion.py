@@ -1,8 +1,7 @@
 """Completion of `deepy` in bash, zsh and fish, by argcomplete.
 
 The shell asks `deepy` itself for what may come next, so verbs, options, configurations and keys match the installed
-version.
-"""
+version."""
 
 import argparse
 import contextlib

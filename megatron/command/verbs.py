@@ -1,8 +1,7 @@
 """The verbs of `deepy`: every script of tools/ is a verb, or a verb of its folder's group, and so is every measurement
 of bench/.
 
-A new tool needs no registration. Its help is the first sentence of its docstring.
-"""
+A new tool needs no registration. Its help is the first sentence of its docstring."""
 
 import re
 import sys

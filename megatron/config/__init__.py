@@ -1,8 +1,7 @@
 """What is this run? Typed sections, YAML files and overrides, the origin of each value, and rules.
 
 Each name is imported at its first use: the options of a kind of layer import `megatron.config.kind`, and the schema
-imports them.
-"""
+imports them."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

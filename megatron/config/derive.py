@@ -2,8 +2,7 @@
 This file puts them in order and computes them.
 
 A function reads resolved values through a `View` and returns the value. It returns None where the key has no meaning,
-or an input is not known (no tokenizer, an unknown number of ranks).
-"""
+or an input is not known (no tokenizer, an unknown number of ranks)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -11,8 +11,7 @@ _FILES = ("mp_rank_*_model_states.pt", "layer_*-model_*.pt", "zero_pp_rank_*_opt
 
 def neox_checkpoint(path: str | Path) -> Path | None:
     """The `global_step...` folder of GPT-NeoX or DeepSpeed that `path` is or has: the one that its file `latest` names,
-    else the last one. None where there is none, or the folder cannot be read.
-    """
+    else the last one. None where there is none, or the folder cannot be read."""
     path = Path(path)
     try:
         if _STEP.fullmatch(path.name) and _is_one(path):

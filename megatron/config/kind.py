@@ -1,8 +1,7 @@
 """Descriptions of kinds of layers, without torch: options, rules, and the path of the module.
 
 The `options.py` of a kind ends with such a description, which `registry` names. Whatever else knows of kinds (the layer
-pattern, the sections of `model`, derivation, rules, the layer stack) reads it there.
-"""
+pattern, the sections of `model`, derivation, rules, the layer stack) reads it there."""
 
 from __future__ import annotations
 

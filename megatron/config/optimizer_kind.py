@@ -2,8 +2,7 @@
 
 An optimizer declares them in one `OptimizerKind`, in a module that needs no torch. Its name in the registry stands for
 that object. The object's name is in capitals (`my_lab.signum.options:OPTIMIZER`). A name may also stand for the class
-itself (`my_lab.optim:Thing`). Nothing is then known of the optimizer before the ranks import it.
-"""
+itself (`my_lab.optim:Thing`). Nothing is then known of the optimizer before the ranks import it."""
 
 from __future__ import annotations
 

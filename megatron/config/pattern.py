@@ -8,8 +8,7 @@
 
 `(attention/mlp) x12`, `(mamba moe) x18`, `(mamba2 x5 mamba2+shared_attention) x6`, `(attention&mamba2/mlp) x36`. White
 space separates blocks. One group of a stack may be `recurrent(...)`: its blocks are repeated with the same weights, as
-often as `model.recurrence` says.
-"""
+often as `model.recurrence` says."""
 
 import difflib
 import re

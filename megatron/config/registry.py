@@ -8,8 +8,7 @@ needs torch. An extension is a Python module or package with a mapping of the sa
 A configuration lists the extensions that it needs in `model.extensions`. `registry_of` returns the table with them. An
 installed package can offer its names without being listed, by entry points. The group is `deepy.<role>` (`deepy.kind`,
 `deepy.optimizer`, `deepy.runner`, ...), the name is the thing's name, and the value is the extension's module. The
-module is then added to `model.extensions`. A name that has a colon is an import path by itself.
-"""
+module is then added to `model.extensions`. A name that has a colon is an import path by itself."""
 
 from __future__ import annotations
 

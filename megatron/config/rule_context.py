@@ -139,8 +139,7 @@ class RuleContext:
     def problem(self, keys: str, *others: str, rule: str, fix: str, fatal: bool = True) -> Problem:
         """A problem with the first of `keys`, which are separated by spaces, and with `others`.
 
-        Values and places are filled in here.
-        """
+        Values and places are filled in here."""
         key, *more = keys.split()
         return self.problem_at(parse_path(key), *more, *others, rule=rule, fix=fix, fatal=fatal)
 

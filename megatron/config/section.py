@@ -20,8 +20,7 @@ else:
     class Derivable:
         """`Derivable[int]` is the type of a key that resolution fills in: `int | None` to pydantic, since a user may
         omit it, and `int` to type checkers, since code reads resolved configurations. Rules and derivations must still
-        test for None.
-        """
+        test for None."""
 
         def __class_getitem__(cls, item: Any) -> Any:
             return item | None

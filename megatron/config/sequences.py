@@ -61,8 +61,7 @@ def choose_cut(config: Any) -> tuple[Cut, str]:
     """Which tokens a rank has, and why: a run of neighbours, or (zigzag) the r-th run from both ends of the sequence.
 
     With zigzag, causal attention is the same work for all ranks. Layers that need the token before a rank's first one
-    need a contiguous cut.
-    """
+    need a contiguous cut."""
     parallel, length = config.parallel, config.training.sequence_length
     asked: Cut | Literal["auto"] = parallel.context_cut
     if asked != "auto":
@@ -120,8 +119,7 @@ def stages_of(config: Any) -> list[Stage]:
 
     The configuration describes the last one, and so the model that comes out: its sequences are the longest, and its
     rotary options are exported. In every stage a step reads the tokens that it would read without a schedule. A shorter
-    stage cuts each sample into equal pieces.
-    """
+    stage cuts each sample into equal pieces."""
     longest, found, begin = config.training.sequence_length, list[Stage](), 0
     for number, entry in enumerate(config.training.sequence_schedule):
         length = entry.sequence_length

@@ -19,8 +19,7 @@ from .tree import drop, get, put, thaw
 def overlay(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the values of `over`, mapping by mapping, as files are merged. Neither is changed.
 
-    An empty mapping adds nothing to one that is there, and where the base has none a mapping is taken whole.
-    """
+    An empty mapping adds nothing to one that is there, and where the base has none a mapping is taken whole."""
     merged = thaw(base)
     for name, value in over.items():
         beneath = merged.get(name)

@@ -90,8 +90,7 @@ class Folder:
 class Lines:
     """A file of JSON lines that takes its name when it is closed without an error.
 
-    It is made in a local temporary file for a store, and next to its target on a local disk.
-    """
+    It is made in a local temporary file for a store, and next to its target on a local disk."""
 
     def __init__(self, folder: Folder, name: str) -> None:
         self._system, root = folder._place

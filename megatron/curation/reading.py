@@ -96,8 +96,7 @@ def _opened(file: InputFile) -> Any:
 def documents(file: InputFile, source: SourceSection, limits: LimitsSection) -> Iterator[Document | Quarantined]:
     """Documents of a file, in its order, and what is quarantined.
 
-    The id is `source/name` with `:number` for the record, counted from 1 with the broken ones.
-    """
+    The id is `source/name` with `:number` for the record, counted from 1 with the broken ones."""
     if file.problem:
         yield Quarantined(file.source, file.name, 0, file.problem)
         return
@@ -310,8 +309,7 @@ def _plain(value: Any) -> Any:
 def _warc(file: InputFile, source: SourceSection, limits: LimitsSection) -> Iterator[tuple[int, Record]]:
     """Plain texts of a WARC file: records of the type `conversion`, as WET files have them.
 
-    The file is unpacked here and not by warcio, which takes half of a compressed record for all of it.
-    """
+    The file is unpacked here and not by warcio, which takes half of a compressed record for all of it."""
     import warcio.archiveiterator as iterator
 
     with _opened(file) as raw:

@@ -5,8 +5,7 @@ per line. Numbers are rounded to 8 digits, as published.
 
 Also signals of Zyda and of RedPajama v1's code, by their published formulas, and counts of a user's own terms. All are
 functions of the raw text. Zyda divides some counts by the length of the text after its transform, in which long runs
-of a character are one character.
-"""
+of a character are one character."""
 
 import math
 import re

@@ -61,8 +61,7 @@ class KeyTable:
     """The keys of a task's documents, in their order, as a .npy file.
 
     Of whole documents: uint64 [documents, bands, 2], with zeros for a document without keys. Of lines: uint64 [lines,
-    2], the document's row times 2^32 plus the line's number, and the line's key. Lines without a key are not stored.
-    """
+    2], the document's row times 2^32 plus the line's number, and the line's key. Lines without a key are not stored."""
 
     def __init__(self, stage: Stage) -> None:
         kind = STAGES[stage.name]
@@ -122,8 +121,7 @@ def duplicates(tables: list[np.ndarray], ranks: list[np.ndarray]) -> tuple[np.nd
 def repeated_lines(tables: list[np.ndarray], ranks: list[np.ndarray]) -> list[list[list]]:
     """For each task the rows of documents with lines that stand elsewhere too, and the numbers of these lines.
 
-    One of the lines with a key stays: of the smallest priority, and there the first.
-    """
+    One of the lines with a key stays: of the smallest priority, and there the first."""
     keys = np.concatenate([each[:, 1] for each in tables]) if tables else np.empty(0, np.uint64)
     order = np.lexsort((np.arange(len(keys)), np.concatenate(ranks) if ranks else keys, keys))
     again = np.zeros(len(keys), bool)

@@ -1,8 +1,7 @@
 """The tasks of a run, as steps of datatrove: one per shard, one that compares documents, one that writes the page.
 
 A task is a function of the recipe and of the files that earlier tasks have written. It gives its files their names when
-they are whole, so a killed one is started again and writes the same bytes.
-"""
+they are whole, so a killed one is started again and writes the same bytes."""
 
 import hashlib
 import heapq

@@ -43,8 +43,7 @@ class Copy:
     """Random tokens, then the same tokens again. Only the second half can be predicted.
 
     Sample n is a function of (seed, n, vocabulary, sequence length). A model that has learned to copy has a loss of
-    about ln(symbols) / 2. A model that knows only the tokens' frequencies has ln(symbols).
-    """
+    about ln(symbols) / 2. A model that knows only the tokens' frequencies has ln(symbols)."""
 
     masked = False
 

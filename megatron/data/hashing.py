@@ -1,7 +1,6 @@
 """Hashes of batches and of contents, and randomness by key.
 
-Each draw depends on its purpose, not on the number of draws before it.
-"""
+Each draw depends on its purpose, not on the number of draws before it."""
 
 import hashlib
 import os

@@ -197,8 +197,7 @@ def cut_samples(batch: StepBatch, length: int, indices: np.ndarray) -> StepBatch
 
     Piece k of sample n is sample n * pieces + k of the new batch. Its numbers, hashes, documents and positions are as
     if the batch had been read with samples of this length. `indices` are the places of the samples in the global batch,
-    int64 [A, M].
-    """
+    int64 [A, M]."""
     pieces = batch.inputs.shape[-1] // length
     if pieces == 1:
         return batch

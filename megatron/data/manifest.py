@@ -1,8 +1,7 @@
 """The manifest of a `.bin/.idx` pair: its inputs, tokenizer and hashes.
 
 It has a CRC-32 of every block of the .bin, which detect tokens that a disk has changed. A changed token within the
-vocabulary is otherwise undetectable. A process checks a block before its first read.
-"""
+vocabulary is otherwise undetectable. A process checks a block before its first read."""
 
 from __future__ import annotations
 

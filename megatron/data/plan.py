@@ -2,8 +2,7 @@
 
 A plan belongs to one set (training, a validation set, a test set) and depends on the configuration only: not on ranks,
 micro-batches or earlier reads. Training data may change their blend at given steps (phases). A source that continues in
-a later phase continues where it stopped.
-"""
+a later phase continues where it stopped."""
 
 from bisect import bisect_right
 from collections.abc import Iterator

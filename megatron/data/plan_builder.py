@@ -283,8 +283,7 @@ _WITHOUT_FILES = ("bytes", "characters")
 def refuse_unlike_tokenizers(files: list[SourceFile], section: TokenizerSection) -> None:
     """Refuse sources whose manifests name different tokenizers, or another than the run's.
 
-    Files without a manifest (of other programs) cannot be compared.
-    """
+    Files without a manifest (of other programs) cannot be compared."""
     known = [(each.path, each.manifest.tokenizer) for each in files if each.manifest is not None]
     for path, tokenizer in known[1:]:
         if tokenizer["hash"] != known[0][1]["hash"]:

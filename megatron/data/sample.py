@@ -3,8 +3,7 @@
 Span corruption for a decoder is that of Raffel et al. 2020 ("Exploring the Limits of Transfer Learning with a Unified
 Text-to-Text Transformer", arXiv 1910.10683). `a b c d e f g` with the spans `b c` and `f` becomes
 `a <0> d e <1> g <0> b c <1> f`. The numbers and places of removed tokens and spans follow T5's rule
-(`random_spans_noise_mask` in its preprocessors).
-"""
+(`random_spans_noise_mask` in its preprocessors)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,8 +130,7 @@ def infill(tokens: np.ndarray, options: Infilling, draw: np.random.Generator) ->
 
     Two random cuts make prefix, middle and suffix. PSM is <prefix> prefix <suffix> suffix <middle> middle. SPM is
     <prefix>
-    <suffix> suffix <middle> prefix middle.
-    """
+    <suffix> suffix <middle> prefix middle."""
     chance, order = draw.random(2)
     cuts = np.sort(draw.integers(0, len(tokens) + 1, size=2))
     if chance >= options.rate or not len(tokens):
@@ -169,8 +167,7 @@ def _corrupted(
     """Corrupt each document by its own draw. Returns the documents, and which of all tokens are targets.
 
     They read fewer tokens than a sample has (`config.span_lengths`). Several short documents may grow by more than a
-    single long one. With too little room a document has fewer spans or stays unchanged, so nothing is lost.
-    """
+    single long one. With too little room a document has fewer spans or stays unchanged, so nothing is lost."""
     result, targets = list[np.ndarray](), list[np.ndarray]()
     room = max(0, options.sequence_length + 1 - sum(map(len, documents)))
     for index, tokens in enumerate(documents):

@@ -15,8 +15,7 @@ class LeftOut:
     """Skipped batches as pairs (step, batches), in the order of the decisions.
 
     From that step on, each step reads the batch that is `batches` later than without the pair. Without pairs, step s
-    reads batch s.
-    """
+    reads batch s."""
 
     pairs: tuple[tuple[int, int], ...] = ()
 

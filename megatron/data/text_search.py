@@ -2,8 +2,7 @@
 
 Nearly every tokenizer gives each id a fixed string of bytes, and a document's text is these strings in sequence. So a
 text is found for any cut into tokens, at the speed of joining bytes. Where ids have no fixed bytes, documents are
-decoded one by one.
-"""
+decoded one by one."""
 
 import os
 from bisect import bisect_left, bisect_right
@@ -51,8 +50,7 @@ def find_text(
     """Matches of a text in a token file, in order: the smallest ranges of a document's tokens with the text.
 
     `workers` are processes for large files (None: one for each core), and `show` is called with (tokens done, all
-    tokens).
-    """
+    tokens)."""
     table = table_of(file, tokenizer)
     bounds = _bounds(file, by_token=table is not None)
     workers = workers or len(os.sched_getaffinity(0))

@@ -11,8 +11,7 @@
     i64[n]   byte offset of each sequence in the .bin: the running sum of the sizes
     i64[]    document index: the first sequence of each document, then n
 
-Like GPT-NeoX's training data set, the readers here treat each sequence as a document.
-"""
+Like GPT-NeoX's training data set, the readers here treat each sequence as a document."""
 
 import os
 import struct
@@ -230,8 +229,7 @@ def durable(file: BinaryIO) -> None:
 class TokenFileWriter:
     """Writes a pair document by document. The pair gets its name only when it is complete.
 
-    Use as a context manager: an exception inside leaves no pair.
-    """
+    Use as a context manager: an exception inside leaves no pair."""
 
     def __init__(self, path: str | os.PathLike, dtype: np.dtype | type):
         self.prefix, self.dtype = prefix_of(path), np.dtype(dtype)

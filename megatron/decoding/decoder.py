@@ -3,8 +3,7 @@
 A pass reads tokens of any number of texts, each token as a row of its own: the next token of texts that grow, and
 pieces of new texts. Sizes of products follow from a token's position, or have enough rows that kernels round each row
 in the same way (`kinds/common/attention/paged_keys.py`). Recurrences read one token of a text at a time (`states.py`).
-So a text can be cut into any pieces, read in any company, and read again after preemption.
-"""
+So a text can be cut into any pieces, read in any company, and read again after preemption."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -84,8 +84,7 @@ def complete(
 ) -> Iterator[int]:
     """The tokens that follow one prompt, up to `tokens`, the end-of-document token, or the last learned position.
 
-    The other arguments are as in `generate`, and `reading` as of `Decoder`.
-    """
+    The other arguments are as in `generate`, and `reading` as of `Decoder`."""
     tokens = int(min(tokens, tokens_left(model, len(prompt))))
     if tokens < 1:
         return

@@ -1,7 +1,6 @@
 """Options for models whose experts stay outside of the device's memory, and the models that can.
 
-A kind of layers with experts names the class that fetches them (`LayerKind.fetches`).
-"""
+A kind of layers with experts names the class that fetches them (`LayerKind.fetches`)."""
 
 import argparse
 import tempfile

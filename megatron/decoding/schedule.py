@@ -1,8 +1,7 @@
 """The tokens of requests that the next pass reads: first come, first served.
 
 Requests join and leave between passes. Where pages run out, the request that came last gives up its pages, and reads
-its text again later. The oldest request always has room, so each request ends.
-"""
+its text again later. The oldest request always has room, so each request ends."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

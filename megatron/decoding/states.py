@@ -93,8 +93,7 @@ def turns_of(now: Pass) -> list[Turn]:
 class Turns:
     """State of a layer that continues from one token to the next.
 
-    It reads one token of each text at a time. So its results do not depend on the lengths of pieces.
-    """
+    It reads one token of each text at a time. So its results do not depend on the lengths of pieces."""
 
     current: Current
     slots: int  # of texts. Slot 0 is of padding.

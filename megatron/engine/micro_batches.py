@@ -1,8 +1,7 @@
 """The micro-batches of a step on this rank, and sums over its labels.
 
 A batch has whole samples. Where ranks share the tokens of a sample, only `micro_batches` cuts them. Shapes: B
-samples, s positions of this rank, K groups of a label.
-"""
+samples, s positions of this rank, K groups of a label."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,6 @@
 """The trainer's view of an engine: its steps, bad numbers of a step, and numbers on their way from a device.
 
-Nothing here knows DeepSpeed.
-"""
+Nothing here knows DeepSpeed."""
 
 import itertools
 import math
@@ -192,8 +191,7 @@ class Engine(Protocol):
     def read(self, batch: StepBatch, readers: Sequence[Reader]) -> list[Any]:
         """Result of each reader, from the head's input of its micro-batch. An empty list on ranks without the head.
 
-        No gradient is computed and no dropout applied. Batches may have any size and length that the layout can cut.
-        """
+        No gradient is computed and no dropout applied. Batches may have any size and length that the layout can cut."""
 
     def begin_average(self) -> None:
         """Set the average of the weights (`training.weight_average`) to the weights."""

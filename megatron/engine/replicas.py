@@ -1,8 +1,7 @@
 """Cheap hashes of state that several ranks hold. `training.hashes` compares them: they must be equal to the last bit.
 
 A hash is a weighted sum of the tensor's bits, read as integers, modulo 2**64. The weights are odd, so a change of
-one value always changes it. It takes one pass over the tensor, on its device.
-"""
+one value always changes it. It takes one pass over the tensor, on its device."""
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
@@ -23,8 +22,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def hash_bits(values: Tensor) -> Tensor:
     """int64, 0-d, on the tensor's device. Independent of the tensor's place in memory.
 
-    Large tensors are read as words of 64 bits, which torch adds several times as fast as narrower integers.
-    """
+    Large tensors are read as words of 64 bits, which torch adds several times as fast as narrower integers."""
     flat = values.detach().reshape(-1)
     if flat.numel() < _CHUNK:
         return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64)
@@ -48,8 +46,7 @@ def named_pieces(state: EngineState) -> Iterator[tuple[str, str, Tensor]]:
     same piece of the run's state.
 
     From ZeRO 1 on, the weights of the forward pass are further pieces, next to their masters: under ZeRO 3 this
-    rank's share of them.
-    """
+    rank's share of them."""
     for each in state.targets():
         place = f"{each.tensor_rank}/{each.tensor_ranks} {each.start}+{each.data.numel()}"
         yield f"{each.tensor.name} ({each.state})", f"{each.tensor.name} {each.state} {place}", each.data

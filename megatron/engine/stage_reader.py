@@ -43,8 +43,7 @@ class StageReader:
     def begin(self, tokens_T1: Tensor, reader: LogitsAt, states: list[Any], begin: Tensor) -> Callable[[], Tensor]:
         """Read this rank's part, and return what waits for the logits [N, V], which all ranks of the pipeline get.
 
-        All of them call it in one order. Several passes over different texts may be under way.
-        """
+        All of them call it in one order. Several passes over different texts may be under way."""
         left, stream, logits, sent = iter(states), None, None, list[tuple[Tensor, Any]]()
         for stage in self.own:
             if stage and self.homes[stage - 1] != self.axis.rank:

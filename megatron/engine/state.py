@@ -3,8 +3,7 @@
 DeepSpeed keeps fp32 masters and optimizer states in flat tensors. At stage 0 each parameter is its own. At stages 1
 and 2 (and in its bf16 optimizer) there is one per parameter group, shared equally by the data parallel ranks. At
 stage 3 there is one per sub-group, with an equal share of every parameter. Here all three are a list of `Owned`: a
-range of a parameter's shard, and its place in a flat tensor. Checkpoints read and write these in place.
-"""
+range of a parameter's shard, and its place in a flat tensor. Checkpoints read and write these in place."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -295,8 +294,7 @@ class EngineState:
 
         An optimizer may evaluate other weights than it trains. The masters are then the evaluated weights, computed
         here, and the trained ones are saved next to them. The evaluated weights follow from the rest, so they are no
-        target of a read.
-        """
+        target of a read."""
         self._settle()
         self.for_training()
         self._create_states()

@@ -1,8 +1,7 @@
 """State that a step changes outside the tensors of checkpoints, in one list for everything that undoes a step.
 
 An update that is skipped, or computed as a trial (audits, the noise scale), leaves all of it unchanged. A run that
-returns to a checkpoint sets all of it, to the checkpoint's values or a new run's.
-"""
+returns to a checkpoint sets all of it, to the checkpoint's values or a new run's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,8 +20,7 @@ class Undo:
     parts, such as the statistics of spikes.
 
     Weights, optimizer states, routers' corrections and the average of the weights are tensors of checkpoints
-    (`EngineState.targets`). A step without an update does not change them.
-    """
+    (`EngineState.targets`). A step without an update does not change them."""
 
     def __init__(self, state: EngineState, parts: Mapping[str, EnginePart]) -> None:
         self._state, self._parts = state, parts

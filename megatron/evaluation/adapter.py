@@ -1,8 +1,7 @@
 """The model behind EleutherAI's lm-evaluation-harness (`lm_eval`, 0.4.13).
 
 The rules for contexts and continuations are the harness's own (`TemplateLM`). Long texts are refused, or cut on the
-left as by its Hugging Face backend. So a score equals that of `lm_eval --model hf` on the exported model.
-"""
+left as by its Hugging Face backend. So a score equals that of `lm_eval --model hf` on the exported model."""
 
 import json
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,7 @@
 """The options of evaluate.py, after the configuration files, and mistakes of an evaluation. Without torch.
 
 The launcher finds them before any rank starts. One is a tokenizer that is not the one that a checkpoint was trained
-with.
-"""
+with."""
 
 import argparse
 from collections.abc import Iterator, Sequence

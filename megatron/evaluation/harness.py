@@ -39,8 +39,7 @@ NOT_METRICS = ("alias", "name", "sample_len", "sample_count")
 def numbers(results: Results) -> dict[str, dict[str, float]]:
     """task -> metric -> value, with standard errors (`acc_stderr`) and groups.
 
-    The harness writes `acc,none`, where `none` is the filter. Metrics of other filters keep their names.
-    """
+    The harness writes `acc,none`, where `none` is the filter. Metrics of other filters keep their names."""
     found: dict[str, dict[str, float]] = {}
     for task, values in {**results["results"], **results.get("groups", {})}.items():
         found[task] = {

@@ -1,7 +1,6 @@
 """Open a run's checkpoints on any layout, run tasks on them, and write down their scores, for evaluate.py.
 
-The run itself is only read: its checkpoints, ledger and metrics stay unchanged.
-"""
+The run itself is only read: its checkpoints, ledger and metrics stay unchanged."""
 
 import sys
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """Needles in haystacks: whether a model finds one sentence in a long text, by the text's length and its depth there.
 
 A text has exactly the given number of tokens of the model's own tokenizer. It has plain sentences, one with a number,
-and at the end a question for that number. Sentences, numbers and places follow from a seed, so nothing is loaded.
-"""
+and at the end a question for that number. Sentences, numbers and places follow from a seed, so nothing is loaded."""
 
 import json
 import random

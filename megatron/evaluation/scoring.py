@@ -5,8 +5,7 @@ computes a text follows only from the texts. In a batch, texts are padded on the
 see.
 
 One rank asks, all ranks compute: the harness only runs on rank 0, and the others follow it. So tasks are loaded, texts
-tokenised and results kept once, and the harness need not know any layout.
-"""
+tokenised and results kept once, and the harness need not know any layout."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -332,8 +331,7 @@ class Scorer:
         """The length of a batch, equally divisible by tensor and context parallel ranks.
 
         A context parallel rank reads the last tokens of the rank before. So no rank may have just a few tokens, or just
-        a few of the last chunk of a sequence.
-        """
+        a few of the last chunk of a sequence."""
         ranks = self.mesh.context.size * (self.mesh.tensor.size if self.mesh.layout.sequence else 1)
         unit = math.lcm(LENGTHS, ranks)
         if self.mesh.context.size > 1:

@@ -1,7 +1,6 @@
 """The requested tasks: the harness's names, groups, patterns, files and the project's own, checked before use.
 
-They have their data here, and texts that are too long for a model are found. Without torch.
-"""
+They have their data here, and texts that are too long for a model are found. Without torch."""
 
 from __future__ import annotations
 

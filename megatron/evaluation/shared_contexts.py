@@ -1,8 +1,7 @@
 """Several endings of one context: the context is read once, and each ending from the state after it.
 
 In multiple-choice tasks several endings follow the same text. Later tokens only need the layers' decoding state
-after that text (keys and values, or a recurrent state), so each ending can begin from a copy.
-"""
+after that text (keys and values, or a recurrent state), so each ending can begin from a copy."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,6 @@
 """deepy.py: from a command line to a run, and back to an exit status.
 
-Everything that can be wrong with the configuration is found here, before any process starts.
-"""
+Everything that can be wrong with the configuration is found here, before any process starts."""
 
 from __future__ import annotations
 

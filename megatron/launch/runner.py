@@ -5,8 +5,7 @@ and a line in `megatron/config/registry.py`. One of a user's package is the same
 import path: `launch.runner: my_lab.flux:RUNNER`. The launcher imports it, so it must not need torch.
 
 With `launch.container` agents, and with them the ranks, run in a container. The launcher itself stays outside. The
-folder of the code and the run's working directory have the same paths inside.
-"""
+folder of the code and the run's working directory have the same paths inside."""
 
 from __future__ import annotations
 

@@ -50,8 +50,7 @@ class Restarts:
         """Why a failed run is not started again, in words, "" without a reason to print, None if it is started again.
 
         It is not after a signal to the launcher, nor where the ranks were never started: hosts that never answered are
-        a mistake, not a failure. Nor after a mistake in the configuration.
-        """
+        a mistake, not a failure. Nor after a mistake in the configuration."""
         self.note(result)
         if self.done >= self.allowed or result.signals or result.status == CONFIG_ERROR:
             return ""
@@ -104,8 +103,7 @@ def tell_need(plan: JobPlan) -> JobPlan:
     """Print the run's predicted needs, if the ranks' device is known here. Return the plan, with the device for rank 0.
 
     The formulas build layers, for which they need torch. Another process, which sees no device, therefore computes the
-    line. Rank 0 does so on a CPU, and where this machine is no host of the run or has another device than the ranks.
-    """
+    line. Rank 0 does so on a CPU, and where this machine is no host of the run or has another device than the ranks."""
     config = plan.resolved.config
     if not config.logging.predictions or Path(plan.script).name != "train.py" or plan.launch.device == "cpu":
         return plan

@@ -171,8 +171,7 @@ def _forwarding(started: Mapping[str, subprocess.Popen[bytes]]) -> Iterator[None
 def _wait(started: Mapping[str, subprocess.Popen[bytes]]) -> int:
     """Wait until all have ended, and report each failure at once: the others wait for that peer.
 
-    After a mistake of the user (status 2) no start of that peer would help, so the others are stopped, and save.
-    """
+    After a mistake of the user (status 2) no start of that peer would help, so the others are stopped, and save."""
     ends: dict[str, int] = {}
     while len(ends) < len(started):
         for name in (name for name, process in started.items() if name not in ends and process.poll() is not None):

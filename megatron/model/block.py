@@ -334,8 +334,7 @@ def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int, index
     """The side channels that the block of this index reads or makes, on one of `ranks` tensor parallel ranks.
 
     A kind with channels has a static method `channels(model, options, ranks)`, or `channels_at(model, ranks, index)`
-    where they differ by block. A layer that makes one returns `(output, {name: value})`.
-    """
+    where they differ by block. A layer that makes one returns `(output, {name: value})`."""
     found = input_channels(model) if model.residual.token_inputs else {}
     for kind in pattern.kinds:
         layer = layer_class(model, kind)

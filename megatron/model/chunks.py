@@ -6,8 +6,7 @@ again, the last one first, and so has the intermediate tensors of one chunk of o
 attention wait in the host's memory.
 
 With sequence parallelism each tensor parallel rank has its share of every chunk, one after the other, and with context
-parallelism, too.
-"""
+parallelism, too."""
 
 import dataclasses
 import functools

@@ -3,8 +3,7 @@
 A branch reads a weighted sum of the rows, and its output is added to each row times a weight. The rows are mixed by a
 matrix whose rows and columns sum to 1, so that mixing cannot grow over the layers. All weights follow from the rows.
 
-Shapes: B samples, s positions of this rank, n rows, H hidden.
-"""
+Shapes: B samples, s positions of this rank, n rows, H hidden."""
 
 import math
 from collections.abc import Callable

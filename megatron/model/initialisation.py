@@ -20,8 +20,7 @@ def scheme_init(
     (Nguyen and Salazar 2019). wang_init: N(0, 2 / (L sqrt(h))) (GPT-J). xavier: Glorot and Bengio 2010.
     fan_in_uniform: U(-1, 1) / sqrt(fan_in), the default of torch's Linear. scaled_fan_in_uniform divides it by sqrt(L)
     (Mamba). orthogonal: Saxe et al. 2013. half_orthogonal: the same with gain 0.5 sqrt(fan_out / fan_in), and
-    tiny_uniform: U(-1e-4, 1e-4): the head and the embedding of RWKV.
-    """
+    tiny_uniform: U(-1e-4, 1e-4): the head and the embedding of RWKV."""
     if scheme in ("fan_in_uniform", "scaled_fan_in_uniform"):
         depth = layers if scheme == "scaled_fan_in_uniform" else 1
         return Init("uniform", 1.0 / math.sqrt(fan_in * depth))
@@ -50,8 +49,7 @@ def spread(init: Init, factor: float, base: float, actual: float) -> Init:
     """Numbers `factor` times as large as the base model's.
 
     Numbers of orthonormal rows or columns fall by themselves, with the root of the longer side, which is `base` in the
-    base model and `actual` here.
-    """
+    base model and `actual` here."""
     if init.kind == "orthogonal":
         factor *= math.sqrt(actual / base)
     return init if factor == 1.0 else replace(init, value=init.value * factor)

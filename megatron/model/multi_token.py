@@ -10,8 +10,7 @@ of several documents that do not attend to each other.
 The parts of W are in the order of DeepSeek's files (the reverse of the paper's), and the modules are numbered after the
 blocks of the stack, as there.
 
-Shapes: B samples, S positions of this rank's tensor parallel group, s of this rank, H hidden, K modules.
-"""
+Shapes: B samples, S positions of this rank's tensor parallel group, s of this rank, H hidden, K modules."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,8 +1,7 @@
 """Ranks that share the tokens of texts in training, and then each read texts of their own.
 
 Context parallel ranks have the same weights, so as replicas they continue different texts. Tensor parallel ranks that
-cut the residual stream along the sequence have all of it instead.
-"""
+cut the residual stream along the sequence have all of it instead."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

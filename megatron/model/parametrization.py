@@ -14,8 +14,7 @@ Depth factors hold only inside blocks. Logits are divided by m, branches are mul
 by sqrt(base_head_dim / head_dim). The rates are for optimizers whose steps do not depend on the size of gradients (Adam
 and similar). A step of SGD does: gradients of tensors whose outputs grow fall with 1 / m. So under SGD hidden matrices
 keep their rate, and tensors whose inputs do not grow, and the head, have m times the rate (Tensor Programs V, table 8).
-Decoupled weight decay is multiplied by the inverse of the rate's factor of width, so that the decay per step stays.
-"""
+Decoupled weight decay is multiplied by the inverse of the rate's factor of width, so that the decay per step stays."""
 
 import math
 from collections.abc import Mapping

@@ -22,8 +22,7 @@ def stage_bounds(config: Config) -> list[int]:
     on the ranks `ranks_of_stages`.
 
     Every stage has at least one block: the first holds the embedding too, the last the final norm and the head. The
-    blocks of a recurrent core stay together.
-    """
+    blocks of a recurrent core stay together."""
     stages, split = config.parallel.pipeline * config.parallel.stages_per_rank, config.parallel.pipeline_split
     blocks = config.model.blocks
     if split in ("parameters", "flops"):

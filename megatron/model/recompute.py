@@ -73,8 +73,7 @@ def decide_once(make: Callable[[], T]) -> T:
 def keep_whole(make: Callable[[], T]) -> T:
     """`make()`. Selective recomputation keeps its result, and none of its inner products.
 
-    For attention that is written out, whose products of queries and keys are larger than all other tensors.
-    """
+    For attention that is written out, whose products of queries and keys are larger than all other tensors."""
     decisions = _DECISIONS.get()
     if decisions is None or decisions.modes is None:
         return make()
@@ -134,8 +133,7 @@ def deciding(make_inner: Callable[[], tuple] = lambda: (nullcontext(), nullconte
 def _policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     """selective: keep results of matrix products and attention. Recompute norms, activations and the rest.
 
-    Collectives run again too: they write into buffers, and kept tensors must not change.
-    """
+    Collectives run again too: they write into buffers, and kept tensors must not change."""
     keep = operation in _KEPT and not _WHOLE.get()
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -3,8 +3,7 @@
 e = prelude(embedding). s_0 ~ N(0, state_std^2), cut off at three standard deviations. s_{i+1} = core(W [s_i, e]). The
 coda reads norm(s_r). The first passes of a step run without gradients ("truncated backpropagation through depth").
 
-Shapes: B samples, S positions of this rank's tensor parallel group, s of this rank, H hidden.
-"""
+Shapes: B samples, S positions of this rank's tensor parallel group, s of this rank, H hidden."""
 
 import contextlib
 import math
@@ -59,8 +58,7 @@ class Depth:
 class InitialState:
     """The state before the first pass, a function of seed and position, and in training also of the sample.
 
-    Outside of training a text has the same results at every place of a batch.
-    """
+    Outside of training a text has the same results at every place of a batch."""
 
     def __init__(self, make: ParameterFactory, options: RecurrenceOptions):
         self.mesh, self.context, self.std = make.mesh, make.context, options.state_std

@@ -5,8 +5,7 @@ convolution, the last token and its document. In the backward pass the gradient 
 layer computes the same as in one process, with one exchange of a state. The ranks compute such a layer one after the
 other, and other layers at the same time.
 
-A repeated forward pass (recomputation) uses the states of the first pass, and sends none.
-"""
+A repeated forward pass (recomputation) uses the states of the first pass, and sends none."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields

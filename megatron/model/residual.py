@@ -1,7 +1,6 @@
 """Trained scales and shifts per channel where branches join the residual stream, as in ZAYA1 (Anthony et al. 2025).
 
-Shapes: B samples, s positions of this rank, H hidden.
-"""
+Shapes: B samples, s positions of this rank, H hidden."""
 
 import torch
 from torch import Tensor, nn

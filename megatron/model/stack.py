@@ -304,8 +304,7 @@ class Model(nn.Module):
     def new_state(self, axis: Axis = ALONE) -> list[Any]:
         """Empty decoding state, one entry per block. The entry of a core's first block has all of the core's, per pass.
 
-        The ranks of `axis` share the keys of one text.
-        """
+        The ranks of `axis` share the keys of one text."""
         states: list[Any] = [block.new_state() for block in self.blocks]
         if self.core is not None:
             states[self.plan.inside.start] = self.core.new_state()

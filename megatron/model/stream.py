@@ -1,8 +1,7 @@
 """The residual stream from one layer to the next, on one rank or across pipeline stages.
 
 Shapes: B samples, S positions of this rank's tensor parallel group, s positions of this rank, H hidden. S is the whole
-sequence, or with context parallelism a part of it. s is S/t with sequence parallelism, else S.
-"""
+sequence, or with context parallelism a part of it. s is S/t with sequence parallelism, else S."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ def sum_of_losses(before: Tensor | None, y: Tensor, total: Tensor) -> Tensor:
     """The channel `before`, or zeros, and one more loss.
 
     It is spread before it is rounded, so that the gradient is summed in fp32: scaled for fp16, the sum is none of its
-    numbers.
-    """
+    numbers."""
     before = y.new_zeros((*y.shape[:2], 1)) if before is None else before
     return before + total.expand_as(before).to(y.dtype)
 
@@ -187,8 +185,7 @@ class StreamForm:
     def join(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Packed tensors with all floats in one, [B, elements of a sample].
 
-        A pipeline engine runs one backward pass per float tensor of a stage's output, so there is only one.
-        """
+        A pipeline engine runs one backward pass per float tensor of a stage's output, so there is only one."""
         if not self.channels:
             return tensors
         floats = 1 + len(self.channels)
@@ -205,8 +202,7 @@ class StreamForm:
     def common_width(self, hidden_size: int, cut: int) -> int:
         """The largest number that divides the floats of each tensor for each position. Arguments are as in `split`.
 
-        A block of this number of values, or of a divisor, is of one tensor.
-        """
+        A block of this number of values, or of a divisor, is of one tensor."""
         return math.gcd(*(times * width for times, width in self._shapes(hidden_size, cut)))
 
     def split(self, tensors: tuple[Tensor, ...], hidden_size: int, cut: int) -> tuple[Tensor, ...]:

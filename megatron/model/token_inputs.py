@@ -5,8 +5,7 @@
 
 All blocks share the weights of the norm of W e. A table per block, and not one of all blocks, is on the block's stage.
 
-Shapes: B samples, S positions, s of this rank, H hidden, P channels of the input.
-"""
+Shapes: B samples, S positions, s of this rank, H hidden, P channels of the input."""
 
 from dataclasses import replace
 from typing import cast

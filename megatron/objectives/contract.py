@@ -120,8 +120,7 @@ class Objective:
     def counted(self, weights: Tensor, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Kinds of labels over which `cost_of_labels` takes means: by name, whether each label is one.
 
-        The mean is over the labels of all ranks in a step. `Labels.units` has what one such label weighs in it.
-        """
+        The mean is over the labels of all ranks in a step. `Labels.units` has what one such label weighs in it."""
         return {}
 
     def of_probes(self, labels: Labels) -> Mapping[str, Tensor]:

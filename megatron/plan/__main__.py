@@ -1,8 +1,7 @@
 """`python -m megatron.plan FILE RANKS PER_HOST DEVICE`: the line that the launcher prints before it starts ranks.
 
 FILE is the resolved configuration ("-": standard input), DEVICE a device's name as torch gives it. Prints nothing where
-nothing is known of the device.
-"""
+nothing is known of the device."""
 
 import sys
 from collections.abc import Sequence

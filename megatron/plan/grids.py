@@ -6,8 +6,7 @@ that writes it, t out / columns over rows (forward) and t in / rows over columns
 (d - 1) / d of out in / (rows columns), in two gathers and a sum.
 
 The script that was published with the paper (comm_model.py of Megatron-AxoNN) exchanges `in` and `out` of a matrix that
-writes the stream. That changes the down projection, whose `in` is several times its `out`.
-"""
+writes the stream. That changes the down projection, whose `in` is several times its `out`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

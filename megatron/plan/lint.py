@@ -2,8 +2,7 @@
 
 Anthony et al. 2024 (arXiv 2401.14489): matrices are fast if their sizes are multiples of 64 elements (128 bytes) and
 tiles fill the last wave of the device's units. They should be split as little as possible. A finding may have a change
-that keeps the number of parameters within 2 %, with its predicted gain.
-"""
+that keeps the number of parameters within 2 %, with its predicted gain."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -2,8 +2,7 @@
 
 Closed formulas do not include a machine's clocks, library versions and other load. Each run that ends appends its
 predicted and measured needs to a file of the user (`history_file`). With enough runs of one device, later predictions
-are multiplied by the median ratio of measured to predicted.
-"""
+are multiplied by the median ratio of measured to predicted."""
 
 import json
 import math
@@ -165,8 +164,7 @@ def choice_of(config: Config) -> Candidate:
 def correction(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[Need, int]:
     """Factors for the formulas, and the number of runs behind them: runs of the same device and type with steps of
     about the same length. If there are enough runs with the same kinds of layers, only these count, and of these only
-    runs on the same layout if there are enough. The overhead of a small step depends on both.
-    """
+    runs on the same layout if there are enough. The overhead of a small step depends on both."""
     alike = [
         each
         for each in history

@@ -53,8 +53,7 @@ def document(config: Config) -> dict[str, Any]:
 
 def text(config: Config, width: int = 120) -> str:
     """A line per rank with the most micro-batches that it keeps. A forward pass of a stage is one cell, a backward pass
-    two, with the number of its micro-batch. A part of a backward pass is one.
-    """
+    two, with the number of its micro-batch. A part of a backward pass is one."""
     slots, facts = slots_of(config), document(config)
     unit, size = 1 / facts["stages_per_rank"], len(str(facts["micro_batches"] - 1)) + 1
     whole = round(max(slot.end for slot in slots) / unit)

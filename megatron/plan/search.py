@@ -1,8 +1,7 @@
 """The valid layouts of a run on a machine, which of them fit, and their speed.
 
 A layout is valid if the launcher would start it. The same rules resolve every structure (sizes of the axes, ZeRO
-stage), and each result before it is shown.
-"""
+stage), and each result before it is shown."""
 
 from __future__ import annotations
 

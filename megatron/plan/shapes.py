@@ -1,8 +1,7 @@
 """Parameters, matrices and activations of each layer on one rank, from the layers' own modules.
 
 The layers are built on the meta device as this rank would have them, so their local sizes are right for every kind.
-Equal layers are built once.
-"""
+Equal layers are built once."""
 
 from __future__ import annotations
 
@@ -310,8 +309,7 @@ class Shapes:
         """Elements per token that one tensor parallel rank keeps.
 
         Tensors inside of layers are sharded. Inputs of layers are whole on each rank: with sequence parallelism they
-        are gathered and kept. Inputs of norms are whole, or sharded with the stream. Columns share channels of both.
-        """
+        are gathered and kept. Inputs of norms are whole, or sharded with the stream. Columns share channels of both."""
         cut = choice.tensor
         if choice.grid == 1:
             return saved

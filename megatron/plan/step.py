@@ -3,8 +3,7 @@
 Each operation takes the longer of its arithmetic and its memory traffic. Sums over tensor parallel ranks and sends
 between stages do not overlap. Gradients of ZeRO 1 and 2 are reduce-scattered under the backward pass, at ZeRO 2 in
 every micro-batch. Where DeepSpeed 0.19.8 reduces, its bf16 optimizer does so after the last backward pass. ZeRO 3
-gathers ahead of use.
-"""
+gathers ahead of use."""
 
 from __future__ import annotations
 

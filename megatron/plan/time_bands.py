@@ -4,8 +4,7 @@ A run's own records come first: its ledger (starts, evaluation, checkpoints, res
 its messages and its traces. Everything else is computed as in `step` and marked as derived.
 
 On a CPU the phases of a step measure the work itself. A GPU works asynchronously, so the shares within a step come from
-a trace or from the formulas.
-"""
+a trace or from the formulas."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace

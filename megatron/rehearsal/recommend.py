@@ -1,8 +1,7 @@
 """The recommended layout of every ready configuration on a host and on a small cluster, as a page of the documentation.
 
 The plan's formulas propose layouts, the fastest first, and a rehearsal decides. A JSON file next to the page keeps the
-results with a digest of the configuration's values. A row is computed again if they have changed.
-"""
+results with a digest of the configuration's values. A row is computed again if they have changed."""
 
 import hashlib
 import json
@@ -127,8 +126,7 @@ def forms(question: Question, answers: Answers) -> Iterator[Plan]:
 @dataclass
 class Excess:
     """Largest ratio of rehearsed to predicted memory of a micro-batch, by mode of recomputation. For example, logits of
-    unfused attention are kept by all layers, or exist in one layer at a time.
-    """
+    unfused attention are kept by all layers, or exist in one layer at a time."""
 
     factors: dict[str, float] = field(default_factory=dict)
 

@@ -2,8 +2,7 @@
 
 A scan is a loop of small operations, which each layer of a kind calls with tensors of the same shapes. The shapes
 determine the cost of a call. The first call is run and its counts are noted: operations, FLOPs, the peak of its live
-bytes, and the form of its results. For the others the note is counted, and results of the same form are made.
-"""
+bytes, and the form of its results. For the others the note is counted, and results of the same form are made."""
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence

@@ -2,8 +2,7 @@
 
 If the device also runs Python, the number of operations and messages determines the time of small steps. Formulas of
 FLOPs and bytes explain a tenth of a step in small models. A rehearsal counts both exactly. `bench/plan/machine.py`
-measures the cost of each, by runs whose counts differ.
-"""
+measures the cost of each, by runs whose counts differ."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -72,8 +71,7 @@ def kinds_of_ranks(config: Config, layout: Layout) -> list[int]:
     """One rank of each kind: the first of all pipeline ranks with the same layers, which keeps most micro-batches, and
     the last one. Ranks of the tensor and data axes do the same work, and the first has the largest shares. Of ranks
     that share sequences the first two, one from the middle and the last are chosen, since they exchange different
-    tensors.
-    """
+    tensors."""
     found: dict[tuple, int] = {}
     for part in parts(config):
         layers = tuple(str(config.model.blocks[block]) for block in part.blocks)

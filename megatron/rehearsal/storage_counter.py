@@ -2,8 +2,7 @@
 
 Every operation passes `__torch_dispatch__`, below autograd, so saved activations, gradients and optimizer states are
 all counted. A storage counts from the operation that returns it until torch frees it, with the size to which it was
-last resized. The ledger works on tensors with and without values. It does not see temporary memory inside a kernel.
-"""
+last resized. The ledger works on tensors with and without values. It does not see temporary memory inside a kernel."""
 
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,8 +1,7 @@
 """A file that grows by whole pieces, and survives a full disk.
 
 A log must not end a run: pieces that cannot be written wait in memory, up to a limit, and are written when there is
-space again. The user gets a warning at the beginning and at the end.
-"""
+space again. The user gets a warning at the beginning and at the end."""
 
 import contextlib
 import os

@@ -1,8 +1,7 @@
 """Accounts of a run's communication as files, and as a table.
 
 Each rank writes `<run.dir>/communication/rank_<r>.jsonl`: a line about the rank, then a line for each step whose
-account differs from the previous line's. Most runs send the same messages in every step.
-"""
+account differs from the previous line's. Most runs send the same messages in every step."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -170,8 +170,7 @@ def smoothed(curves: dict[str, Points]) -> tuple[dict[str, Points], dict[str, Po
     """(curves as they are, curves to draw over them: running means with the number of points in their names).
 
     A mean takes the same number of points before and after, fewer towards the ends, so that a straight line stays
-    unchanged. A curve of few points has no mean and is returned as it is in the second dictionary.
-    """
+    unchanged. A curve of few points has no mean and is returned as it is in the second dictionary."""
     raw, means = {}, {}
     for name, points in curves.items():
         half = len(points) // FEW

@@ -7,8 +7,7 @@ ledger.damaged.jsonl.
 Entries with `spent` are marks of the run's time (see `goodput`). A mark has `since`, the launch of this start (seconds
 since the epoch), `attempt`, `completed` updates, and the seconds of each kind, which sum to the time since `since`.
 `within` has the parts of `steps`. A killed start has no last mark. Then `restart` has the times of its failure and its
-end. After a resume the same steps may come again: the weights saw the batch of the last entry about a step.
-"""
+end. After a resume the same steps may come again: the weights saw the batch of the last entry about a step."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -35,8 +34,7 @@ def hash_text(value: int) -> str:
 class Ledger:
     """An append-only file of events. Each is on disk when `write` returns, or waits in memory if the disk is full.
 
-    Threads may share it: the thread that uploads checkpoints writes to it too.
-    """
+    Threads may share it: the thread that uploads checkpoints writes to it too."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

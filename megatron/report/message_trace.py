@@ -2,8 +2,7 @@
 
 Each rank is a process of the trace. Its threads are the phases of the step, and one per group with its messages. The
 part of a message until the last rank came is a slice `waiting` inside it, and arrows go from sends to receives. The
-format is Chromium's "Trace Event Format".
-"""
+format is Chromium's "Trace Event Format"."""
 
 import contextlib
 import json

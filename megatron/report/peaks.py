@@ -1,8 +1,7 @@
 """Peak arithmetic rates of devices, for model FLOP utilisation (MFU).
 
 Dense rates (no sparsity) of matrix units with fp32 accumulation, per device as torch sees it, from the vendors' data
-sheets. An MI250X card is two devices to torch, so its rate is half the card's.
-"""
+sheets. An MI250X card is two devices to torch, so its rate is half the card's."""
 
 from dataclasses import dataclass
 

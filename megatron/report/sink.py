@@ -26,8 +26,7 @@ class Sink(Protocol):
     """Takes one record per logged step or evaluation, on rank 0.
 
     A sink of a user's package is listed in `logging.sinks`, and made with the run's directory and its `options`. One
-    inside is a line of the registry, and made by its classmethod `of(parts) -> Sink | None`.
-    """
+    inside is a line of the registry, and made by its classmethod `of(parts) -> Sink | None`."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """A record of `metrics.jsonl`: names of numbers, text, lists or mappings."""

@@ -83,8 +83,7 @@ def open_run(
     """The sinks and the ledger of a run that continues from `start` completed updates.
 
     Lines of metrics.jsonl that will be written again are moved aside, with an entry in the ledger. Ranks above 0 get
-    silent sinks and no ledger.
-    """
+    silent sinks and no ledger."""
     if rank:
         return open_sinks(config, rank=rank), None
     folder = Path(config.run.dir)

@@ -2,8 +2,7 @@
 
 `megatron.training.hooks.profile` marks the phases of a step and counts the steps. A recomputation marks itself. On a
 CPU an operation's time is its own, without the operations that it calls. On a GPU it is that of its kernels, and the
-rest is time without a kernel.
-"""
+rest is time without a kernel."""
 
 import json
 from bisect import bisect_right

@@ -1,8 +1,7 @@
 """Branches of a suite's runs: their steps, the length of their decay, and other changes.
 
 `deepy fork` makes a branch from a run's checkpoint. In a suite it is a run like the others, which can begin once its
-trunk has saved that checkpoint.
-"""
+trunk has saved that checkpoint."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

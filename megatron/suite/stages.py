@@ -3,8 +3,7 @@
 Each stage has a folder, and when it is done a manifest `stage.json`. It has the stage's command, and hashes of its
 configuration files, of the files in its folder, and of the manifests of its parents, the stages that it read from. So a
 manifest names everything that a stage follows from, and a stage is done again only in another folder. The folder has
-these facts from its start, so a training does not resume after something that it follows from has changed.
-"""
+these facts from its start, so a training does not resume after something that it follows from has changed."""
 
 import json
 import os

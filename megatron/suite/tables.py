@@ -100,8 +100,7 @@ def results(suite: Suite, states: Mapping[str, State]) -> list[dict[str, Any]]:
     """The results of every combination of values, averaged over the axis `seed` where the suite has one.
 
     Each has `values`, `runs`, and under `results` for each number its mean, its standard deviation over the runs (null
-    for one run) and its number of runs.
-    """
+    for one run) and its number of runs."""
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for member in suite.members:
         key = tuple((axis, value) for axis, value in member.values.items() if axis != SEED)

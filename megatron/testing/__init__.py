@@ -7,8 +7,7 @@
 
 `values` is a configuration as a nested dictionary, as `megatron.config.resolve` takes it. No GPU is needed: ranks are
 gloo processes on this machine that are started once and reused. `train_on_ranks` is a whole run, to test an optimizer,
-a schedule or a hook.
-"""
+a schedule or a hook."""
 
 from .checks import check_counts, check_decoding
 from .layouts import check_layouts

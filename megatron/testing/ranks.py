@@ -2,8 +2,7 @@
 
 Importing torch and DeepSpeed costs seconds, so one process imports them, and the workers of each world size are forked
 from it once. They run the functions they receive, each in a new process group. A worker that fails returns its
-traceback. Its world is then discarded, since its peers may be stuck in a collective.
-"""
+traceback. Its world is then discarded, since its peers may be stuck in a collective."""
 
 import atexit
 import contextlib
@@ -40,8 +39,7 @@ SETTINGS = {
 
 class RankPool:
     """`size` processes, each the same rank in every job: DeepSpeed numbers modules over a process's life, alike on all
-    ranks.
-    """
+    ranks."""
 
     def __init__(self, size: int) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="workers-")
@@ -156,8 +154,7 @@ def _forget_the_last_engine(linear: Callable) -> None:
     A gloo group keeps threads that never quite sleep: a hundred forgotten engines slow every later one down twentyfold.
     ZeRO 3 and pipelines leave some behind, and a world with many is discarded. DeepSpeed keeps the axes of the last
     engine in a module. ZeRO 3 replaces torch's linear function, with which selective recomputation gives wrong
-    gradients.
-    """
+    gradients."""
     import torch
     import torch.distributed as dist
 

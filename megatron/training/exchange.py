@@ -5,8 +5,7 @@ each rank knows the gradient norm by itself, it is sent before the last backward
 update. By then the ranks have met in the sum of their gradients, so none waits again.
 
 A request is a word that one rank sends to all, such as "SIGTERM arrived here". Since every rank reads the same sums,
-all decide alike. The sums stay on the device until they are read.
-"""
+all decide alike. The sums stay on the device until they are read."""
 
 import math
 from collections.abc import Collection, Sequence

@@ -5,8 +5,7 @@ from nothing therefore gives the first update a rate of `initial_lr_ratio` times
 transformers. After the end the last rate stays. Without torch, so that tools draw schedules fast.
 
 Sources: cosine and linear, Loshchilov & Hutter 2017. Inverse square root, Vaswani et al. 2017. wsd (warmup, stable,
-decay), Hu et al. 2024. infinite (warmup, cooldown, constant, annealing), Ibrahim et al. 2024, arXiv 2403.08763.
-"""
+decay), Hu et al. 2024. infinite (warmup, cooldown, constant, annealing), Ibrahim et al. 2024, arXiv 2403.08763."""
 
 import math
 from collections.abc import Callable
@@ -71,8 +70,7 @@ class Shape(Protocol):
     """A function named by `schedule.type`: one of this file, or of a user's package.
 
     The schedule itself handles the warmup before it and the last rate after it. It must be a function of its
-    arguments only, so that a resumed run continues as if never stopped.
-    """
+    arguments only, so that a resumed run continues as if never stopped."""
 
     def __call__(self, n: int, peak: float, span: SchedulePeriods, options: ScheduleSection) -> float:
         """The learning rate of step n of the schedule, counted from `schedule.start`, at least 0.
@@ -135,8 +133,7 @@ class Schedule:
         """GPT-NeoX since August 2023, and its first update since May 2026: the rate of step 1 instead of 0.
 
         The linear decay goes to 0 and the floor cuts it off. After the end the last rate stays. GPT-NeoX's own
-        cosine rises again there.
-        """
+        cosine rises again there."""
         warmup, floor = self.span.warmup, self.options.min_lr_ratio * peak
         if 0 < warmup and n <= warmup:
             return peak * max(1, n) / warmup
@@ -152,8 +149,7 @@ class Schedule:
         """GPT-NeoX 1.0, with which Pythia was trained.
 
         The decay is stretched over all steps instead of those after the warmup, and the count of steps stops one warmup
-        before the end. The floor is a clamp: Pythia's cosine meets it near step 115,140 and stays there.
-        """
+        before the end. The floor is a clamp: Pythia's cosine meets it near step 115,140 and stays there."""
         end, warmup = self.span.length, self.span.warmup
         counted = min(n, end - warmup)
         if 0 < warmup and n <= warmup:
@@ -216,8 +212,7 @@ def infinite(n: int, peak: float, span: SchedulePeriods, options: ScheduleSectio
 def curve(config: Config, points: int = 2000) -> list[tuple[int, float]]:
     """About `points` pairs (step, learning rate) from the schedule's start to the last step.
 
-    The steps around every corner (end of the warmup, of the cooldown, start of the decay) are always included.
-    """
+    The steps around every corner (end of the warmup, of the cooldown, start of the decay) are always included."""
     schedule = Schedule(config)
     span = schedule.span
     first, last = span.start, span.start + span.length - 1

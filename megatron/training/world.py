@@ -151,8 +151,7 @@ def join(config: Config, place: WorkerEnvironment) -> World:
     """Enter the process group, check that all ranks run the same thing, and build the mesh.
 
     The thread that writes checkpoints communicates over the rendezvous store: at 10,000 ranks, a second process
-    group would mean a connection between every two of them.
-    """
+    group would mean a connection between every two of them."""
     beacon = Beacon.inherited()
     beacon.at(SETUP, detail=b"meeting the other ranks")
     wall_time = WallTime.of(beacon, place.attempt)

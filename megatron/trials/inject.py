@@ -81,8 +81,7 @@ class Orders(Hook):
     `nan` and `spike` spoil a gradient of this rank in the next step. `gradient` flips a bit of one after ranks have
     summed it. `flip`, `flip_master` and `flip_moment` flip a bit of a weight, a master weight or a first moment.
     `die_in_save` kills the rank some time after the next checkpoint has begun to be written. `slow_disk` slows this
-    rank's disk down for some seconds. `clock` makes the clock of this process jump.
-    """
+    rank's disk down for some seconds. `clock` makes the clock of this process jump."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)

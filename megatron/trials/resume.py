@@ -1,8 +1,7 @@
 """Does a killed run resume as if undisturbed? To the last bit on the same layout, within rounding on others.
 
 Three runs of the same configuration: an undisturbed one, one that is killed in the middle and started again, and one
-that resumes from the same checkpoint on another layout.
-"""
+that resumes from the same checkpoint on another layout."""
 
 import json
 import shutil

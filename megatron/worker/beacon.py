@@ -5,8 +5,7 @@ any file system and goes with the processes. A rank writes without locks and wit
 per change. No other process ever waits for it, nor it for another.
 
 The place (step, phase, ...) is written to two slots in turn, between two copies of its number. A slot whose copies
-differ is being written. The other one then has the place before, also where the rank is stopped in the middle.
-"""
+differ is being written. The other one then has the place before, also where the rank is stopped in the middle."""
 
 import faulthandler
 import mmap
@@ -299,8 +298,7 @@ class Beacon:
 def read(memory: mmap.mmap | bytes) -> RankProgress | None:
     """The agent's side: the rank's place, or None before the first.
 
-    The bytes of a rank are not trusted: any bytes give a place or None.
-    """
+    The bytes of a rank are not trusted: any bytes give a place or None."""
     mark, pid, stacks = _HEAD.unpack_from(memory)
     place = _whole(memory) if mark == _MARK else None
     if place is None or place[6] >= len(NAMES):

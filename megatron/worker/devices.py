@@ -68,8 +68,7 @@ def visibility(slots: tuple[int, ...], environment: Mapping[str, str], device: s
     """The variable that shows all ranks of a host exactly the devices of its slots, in their order.
 
     Ranks of a host see each other's devices (peer-to-peer copies need that) and take the one of LOCAL_RANK.
-    A slot counts within what the environment already allows, as users of shared machines expect.
-    """
+    A slot counts within what the environment already allows, as users of shared machines expect."""
     maker = vendor()
     if maker is None or device == "cpu":
         return {}

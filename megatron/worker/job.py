@@ -116,8 +116,7 @@ def guarded(main: Callable[[], Any]) -> int:
     """Run a script's main function: mistakes of the user become a message and status 2, without a traceback.
 
     So do data files and checkpoints that are missing, damaged or do not fit: starting again would not help. An
-    exception may have an exit status of its own, `status`.
-    """
+    exception may have an exit status of its own, `status`."""
     try:
         return int(main() or 0)
     except (UserError, LaunchError) as error:
@@ -138,8 +137,7 @@ def leave_process(status: int) -> NoReturn:
     until the process ends. If it frees them while the interpreter is being taken apart, it asks for Python's lock, is
     ended for that, and ends the process. This is "terminate called without an active exception", SIGABRT, after a
     complete run. So threads of Python's own are waited for, what was registered for the end is called, and then nothing
-    else happens.
-    """
+    else happens."""
     threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does first: executors, and other threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

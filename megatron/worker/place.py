@@ -59,8 +59,7 @@ class WorkerEnvironment:
     def one_host(self) -> bool:
         """Whether all ranks are surely on this machine: no other machine then needs to reach them.
 
-        RANK and WORLD_SIZE do not show it, but an address of loopback does.
-        """
+        RANK and WORLD_SIZE do not show it, but an address of loopback does."""
         told = self.starter != "environment" or self.master_address in ("127.0.0.1", "localhost", "::1")
         return told and self.world_size == self.local_world_size
 

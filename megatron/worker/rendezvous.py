@@ -7,8 +7,7 @@ socket that the launcher bound. Between the choice of a port and its use no othe
 Every user of the host can still connect to the port, and the store asks for no password. The launcher therefore gives
 the ranks of each start a secret, in their environment, which only the same user can read. Keys and values of our own
 (`SealedStore`) cannot be made without it. torch's own keys have it as a prefix, which a stranger cannot guess but can
-list.
-"""
+list."""
 
 from __future__ import annotations
 

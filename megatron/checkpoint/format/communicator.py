@@ -17,8 +17,7 @@ class Communicator(Protocol):
 
     Values are JSON. Tensors never travel this way. The traffic of `gather` grows with the square of the number of
     ranks, so it is for rare cases (see `all_problems`) or a few bytes per rank. The other methods cost their values'
-    size.
-    """
+    size."""
 
     rank: int
     size: int

@@ -3,8 +3,7 @@
 A file is an 8-byte length, a JSON header {name: {dtype, shape, data_offsets}}, and the data without gaps. Any
 safetensors reader opens it. The library's own writer needs all tensors in memory at once.
 
-Files of `torch.save` are read too. Pickles can run code, so any object in them that is no tensor is refused.
-"""
+Files of `torch.save` are read too. Pickles can run code, so any object in them that is no tensor is refused."""
 
 import json
 import os

@@ -7,8 +7,7 @@ A shard cuts one dimension. The tensor is seen as a matrix [rows, width]: `rows`
 before the cut one, `width` over the cut one and those after it. A shard is a set of column ranges of it, one per part
 of the cut dimension. A row of the local shard is those ranges side by side. A flat range of the local shard is a
 partial first row, whole rows and a partial last row: a few rectangles, however large the tensor is. Rectangles
-intersect in rectangles, and one strided copy moves a rectangle.
-"""
+intersect in rectangles, and one strided copy moves a rectangle."""
 
 from __future__ import annotations
 
@@ -128,8 +127,7 @@ class FragmentRectangle:
 class Piece:
     """`count` runs of `length` elements to copy from one fragment (source) to another (target).
 
-    Run i is at source + i * source_stride in the source and at target + i * target_stride in the target.
-    """
+    Run i is at source + i * source_stride in the source and at target + i * target_stride in the target."""
 
     count: int
     length: int

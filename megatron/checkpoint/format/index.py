@@ -6,8 +6,7 @@ and reads a few rows of each.
 
 The rows of all ranks' files are merged in memory of constant size. They are sorted in batches. With more than one
 batch, the sorted batches wait in an unnamed temporary file. The table is then merged part by part, a few groups at a
-time.
-"""
+time."""
 
 import errno
 import os

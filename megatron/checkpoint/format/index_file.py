@@ -6,8 +6,7 @@ use. A reader's cost therefore does not grow with the number of ranks that wrote
 
 In a hash tree, each block of the content has a checksum. Each block of these checksums has one in turn, up to one
 block, whose checksum is the root. To verify a range, its blocks and one block of each level above are read: three
-levels for a gigabyte. The levels follow the content, the lowest first.
-"""
+levels for a gigabyte. The levels follow the content, the lowest first."""
 
 import mmap
 import os

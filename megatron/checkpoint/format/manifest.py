@@ -2,8 +2,7 @@
 
 The index has the checksums of the ranks' files. The manifest therefore has the same size for any number of ranks.
 In format 1, which version 0.1.0 wrote, the manifest lists the file of every rank. The index has no groups and no
-checksums of its parts.
-"""
+checksums of its parts."""
 
 import hashlib
 import json
@@ -57,8 +56,7 @@ IMPORTED = "hugging_face"  # key of `extra`: an imported model's further facts. 
 class Meta:
     """A run's state except for tensors, as plain JSON values.
 
-    There is no state of a random generator: every draw is a function of (seed, step, place).
-    """
+    There is no state of a random generator: every draw is a function of (seed, step, place)."""
 
     step: int  # optimizer steps done
     config: str = ""  # the resolved configuration's text
@@ -270,8 +268,7 @@ def open_index(
 ) -> tuple[Index, Sequence[FileRecord]]:
     """Map the index of a checkpoint and the records of the ranks' files. See `read_index`.
 
-    In format 1, the first of the ranks that share the index compares its checksum, and the others do not.
-    """
+    In format 1, the first of the ranks that share the index compares its checksum, and the others do not."""
     path = part_of(root, INDEX_NAME)
     if isinstance(manifest.index, IndexSeal):
         return read_index(path, manifest.index, share)

@@ -163,8 +163,7 @@ def tables_of(root: Path, records: Sequence[FileRecord]) -> Iterator[tuple[str, 
 def host_values(tensors: Sequence[torch.Tensor]) -> Callable[[int], Iterator[torch.Tensor]]:
     """The `values` of `write_rank_file` for 1-D tensors: the elements of each in host pieces of at most `CHUNK` bytes.
 
-    A GPU fills one window of pinned memory while the other is written: the host waits once per window.
-    """
+    A GPU fills one window of pinned memory while the other is written: the host waits once per window."""
     if not any(tensor.is_cuda for tensor in tensors):
         return lambda number: _pieces(tensors[number])
     order = _order([(each.numel(), each.element_size()) for each in tensors])

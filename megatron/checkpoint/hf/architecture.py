@@ -1,8 +1,7 @@
 """Description of a Hugging Face architecture: its tensors, its configuration, its names.
 
 An architecture is described once, in a file of `architectures/` or in a user's package, and used in both directions.
-Only `megatron/config/registry.py` names it (role `architecture`).
-"""
+Only `megatron/config/registry.py` names it (role `architecture`)."""
 
 import itertools
 import math

@@ -4,8 +4,7 @@ The contents of config.json and generation_config.json are kept. The tokenizer's
 Their names and checksums are kept.
 
 Version 5 of transformers has all rotary options in `rope_parameters`, writes infinite numbers as mappings, and has
-other names for the layers of hybrids. Version 4 silently takes defaults for them.
-"""
+other names for the layers of hybrids. Version 4 silently takes defaults for them."""
 
 import hashlib
 import json

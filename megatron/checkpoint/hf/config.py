@@ -1,8 +1,7 @@
 """Configurations both ways: a Hugging Face configuration as our `model` section, and ours as theirs.
 
 Limits of an architecture are found without a list of them. Our section is converted to a Hugging Face configuration and
-back, and every option that then computes something else is reported.
-"""
+back, and every option that then computes something else is reported."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial

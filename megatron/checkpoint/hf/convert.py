@@ -158,8 +158,7 @@ def from_hf(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every one of our tensors, made of a Hugging Face checkpoint's. Only one step's tensors are in memory.
 
-    Arguments and errors as of `match`.
-    """
+    Arguments and errors as of `match`."""
     there = match(architecture, steps, present, read)
     for step in steps:
         yield from step.from_hf(lambda name: read(there[name]))
@@ -190,8 +189,7 @@ def shapes_of(
 ) -> list[Planned]:
     """Each step with the names, types and shapes of its tensors, from our types and shapes.
 
-    Wide types come first, so that each tensor of a file begins at a multiple of its element's size.
-    """
+    Wide types come first, so that each tensor of a file begins at a multiple of its element's size."""
 
     def empty(name: str) -> Tensor:
         return torch.empty(ours[name], device="meta", dtype=types[name])

@@ -1,7 +1,6 @@
 """Rotary options, and attention that differs by layer: a window, no positions, or own rotary options in some.
 
-Our base options belong to layers without a window. Others are variants: `sliding`, `nope`, `nope_sliding`.
-"""
+Our base options belong to layers without a window. Others are variants: `sliding`, `nope`, `nope_sliding`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

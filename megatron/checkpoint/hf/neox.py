@@ -2,8 +2,7 @@
 
 Column-parallel matrices are cut along rows, row-parallel ones along columns. Rows of query_key_value are ordered by
 head ([n, 3, D]) on every rank, as in GPTNeoXForCausalLM, so the shards are concatenated. `neox_files` reads the
-files.
-"""
+files."""
 
 import json
 from collections import Counter

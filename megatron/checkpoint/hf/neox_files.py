@@ -13,8 +13,7 @@ Version 2 later renamed the matrices of the MLP. The masters and states:
   parameter, in fp16 and bf16 one flat tensor per group. Neither has names. GPT-NeoX orders parameters with weight decay
   first, then biases and norms.
 
-Model parallel ranks are ordered by pipeline stage, then by tensor parallel rank.
-"""
+Model parallel ranks are ordered by pipeline stage, then by tensor parallel rank."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -354,8 +353,7 @@ def _stage(here: Mapping[int, Mapping[str, Tensor]], rest: list[int], amount: in
     """The parameters of the first layers of `rest` that have `amount` of them (or of elements), in module order.
 
     A tied embedding is stored once, in a module before all layers. The last stage has its own copy, which no layer's
-    file has.
-    """
+    file has."""
     first = (next(iter(here)), EMBEDDING)
     found: dict[Place, int] = {}
     for layer in rest:

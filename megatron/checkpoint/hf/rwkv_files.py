@@ -1,8 +1,7 @@
 """The published RWKV files (`.pth`): a dict of tensors with the names of the authors' code.
 
 RWKV-5 (x052), RWKV-6 (x060) and RWKV-7 (x070). The links are the Hugging Face tables'. Vectors have the shapes
-[1, 1, C] and [heads, head_dim] there, and matrices of low rank are [inputs, outputs].
-"""
+[1, 1, C] and [heads, head_dim] there, and matrices of low rank are [inputs, outputs]."""
 
 import re
 from collections.abc import Callable

@@ -2,8 +2,7 @@
 
 Each host has the head (index, meta data, manifest) of its own part. Rank 0 receives them one host after the other,
 merges them, and sends the result along a binary tree of hosts. No host holds more than a part of a head in memory. Only
-each host's first rank takes part.
-"""
+each host's first rank takes part."""
 
 import os
 import shutil

@@ -1,8 +1,7 @@
 """One level: a folder on each host with the files of the host's ranks.
 
 A host's part is a checkpoint like any other, with an index and a manifest of its own files. Its meta data say how many
-files all hosts have. With neighbours a host also has the files of the hosts before it.
-"""
+files all hosts have. With neighbours a host also has the files of the hosts before it."""
 
 import json
 import shutil

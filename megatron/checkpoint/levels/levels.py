@@ -168,8 +168,7 @@ class Levels:
     def _known(self) -> tuple[str, list[int]]:
         """The token in the names of this run's folders on hosts, and the steps after which it left a branch.
 
-        The token differs for another run, also for one that starts again in the same place after a deletion.
-        """
+        The token differs for another run, also for one that starts again in the same place after a deletion."""
 
         def read() -> list[str]:
             self._note.parent.mkdir(parents=True, exist_ok=True)

@@ -149,8 +149,7 @@ class Saver:
 
         In the background, this waits only for the previous save and for the copy to host memory. Errors are raised by
         the next `poll`, `save` or `close`. A disk that is full or refuses does not stop the run: `poll` reports it, and
-        only `close` raises it if no later save succeeded.
-        """
+        only `close` raises it if no later save succeeded."""
         began = time.perf_counter()
         self._settle()
         if self._section.asynchronous:
@@ -263,8 +262,7 @@ class Saver:
         """Checkpoints of an earlier start that were not copied: complete ones newer than this run's newest copy.
 
         Copies are compared by content, since another branch or run may use the same names. If this run has no copy,
-        only the newest checkpoint counts: older ones may be from a time without upload.
-        """
+        only the newest checkpoint counts: older ones may be from a time without upload."""
         owed: list[Path] = []
         due = [path for path in self.store.paths() if self._level is not None and _goes_there(path, self._level)]
         with suppress(CheckpointError):  # an unreachable store counts as empty

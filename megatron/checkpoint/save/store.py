@@ -1,7 +1,6 @@
 """A folder of checkpoints: choose one to resume from, retain some, remove leftovers of killed runs.
 
-One run writes to a folder at a time.
-"""
+One run writes to a folder at a time."""
 
 import itertools
 import os

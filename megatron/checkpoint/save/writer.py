@@ -3,8 +3,7 @@
 Every rank writes one file into `step_00001000.tmp-<token>`, calls fsync, and reports the result. Rank 0 then merges the
 tables of the files into the index, writes the meta data and, last, the manifest, and renames the directory. No tensor
 travels between ranks. A killed run leaves a directory whose name is not a checkpoint's. An error on any rank is raised
-on all, and earlier checkpoints stay as they were.
-"""
+on all, and earlier checkpoints stay as they were."""
 
 import math
 import os

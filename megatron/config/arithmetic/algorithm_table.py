@@ -1,7 +1,6 @@
 """Which algorithm a collective uses, by operation, the hosts of its group and its size: `algorithms` of a machine.yml.
 
-No torch. Sizes are nccl-tests' S.
-"""
+No torch. Sizes are nccl-tests' S."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,7 @@
 """Samples of a step and those before it (`training.batch_schedule`), and steps of some epochs. No torch.
 
 `training.global_batch_size` is the batch of the last stage. The schedule says what earlier steps have instead. All
-other code asks this file for the first sample of a step: it is the sum of the batches before it.
-"""
+other code asks this file for the first sample of a step: it is the sum of the batches before it."""
 
 import math
 import os
@@ -111,8 +110,7 @@ SECTION = "data.span_corruption"
 
 def span_sizes(length: int, density: float, mean: float, most: int) -> tuple[int, int]:
     """(number of corrupted tokens of `length`, number of their spans, at most `most`), as T5 counts them. Zeros for
-    less than two tokens.
-    """
+    less than two tokens."""
     if length < 2 or most < 1:
         return 0, 0
     noise = min(max(round(length * density), 1), length - 1)

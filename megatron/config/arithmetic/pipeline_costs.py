@@ -99,8 +99,7 @@ def bubble_factor(parallel: HasSchedule, micro_batches: int, costs: Costs = EQUA
     """The bubble over that of 1F1B with one stage per rank, p - 1 micro-batches.
 
     In closed form, but for a file, `dualpipe_v`, and a V of few micro-batches or with I < F: their tables are executed
-    without messages.
-    """
+    without messages."""
     (f, i, w), ranks, schedule = costs, parallel.pipeline, parallel.schedule
     if schedule == "zb_h1":
         waits = max(f + i - w, f, i) / parallel.stages_per_rank

@@ -5,8 +5,7 @@ V: of two stages per rank, rank r has r and 2p - 1 - r. A table has one list of 
 (F) or the backward pass (B) of a micro-batch in a stage. B may be split: I computes the gradients of the stage's
 inputs, and W later the gradients of its weights.
 Sources: PipeDream-Flush (arXiv:2006.09503) for 1F1B, Megatron-LM (arXiv:2104.04473) for the interleaved schedule, Qi et
-al. (arXiv:2401.10241, arXiv:2405.15362) for ZB-H1 and ZB-V, DeepSeek-AI and Sea AI Lab (2025) for DualPipe-V.
-"""
+al. (arXiv:2401.10241, arXiv:2405.15362) for ZB-H1 and ZB-V, DeepSeek-AI and Sea AI Lab (2025) for DualPipe-V."""
 
 import re
 from collections import Counter
@@ -311,8 +310,7 @@ class Round:
     """One instruction at most per rank, and the messages that are sent after it.
 
     All ranks post the messages of a round in the same order, and before any message of the next round. So the order is
-    the same at both ends, and after a round no message has only one of its ends.
-    """
+    the same at both ends, and after a round no message has only one of its ends."""
 
     instructions: tuple[Instruction | None, ...]  # by rank
     messages: tuple[Message, ...]

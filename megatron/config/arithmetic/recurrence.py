@@ -1,8 +1,7 @@
 """How often the recurrent core of a pattern runs: drawn by the number of the step, so that every layout draws the same.
 
 Geiping et al. 2025 (arXiv 2502.05171, section 3.3): rate ~ LogNormal(log(mean) - spread^2 / 2, spread), passes ~
-Poisson(rate) + 1. The last `backward` passes get gradients.
-"""
+Poisson(rate) + 1. The last `backward` passes get gradients."""
 
 from __future__ import annotations
 

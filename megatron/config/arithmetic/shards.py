@@ -1,7 +1,6 @@
 """Files of texts: their kinds by ending, and the shards of a stream with a description of their state.
 
-Torch and the readers are not imported: a start lists the shards before any process exists.
-"""
+Torch and the readers are not imported: a start lists the shards before any process exists."""
 
 import hashlib
 import os

@@ -72,8 +72,7 @@ def part_bytes(wire: str, elements: int, block: int = BLOCK) -> int:
 
 def between_stages(wire: str, elements: int, width: int, dtype: str) -> tuple[str, int]:
     """(type, elements) of what travels between pipeline stages for a sample's elements of a type, whose rows have a
-    multiple of `width` of them. Bytes pass as fp32, since only floats have gradients there.
-    """
+    multiple of `width` of them. Bytes pass as fp32, since only floats have gradients there."""
     if wire == "int8_block":
         return "fp32", part_bytes(wire, elements, row_block(width)) // 4
     return (dtype, elements) if wire == "none" else (wire, elements)

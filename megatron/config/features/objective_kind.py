@@ -2,8 +2,7 @@
 
 An objective declares them in one `ObjectiveKind`, in a module that needs no torch. Its name in the registry stands for
 that object, whose name is in capitals (`my_lab.smoothing.options:OBJECTIVE`). A name may also stand for the
-class itself (`my_lab.focal:Focal`). Nothing is then known of the objective before the ranks import it.
-"""
+class itself (`my_lab.focal:Focal`). Nothing is then known of the objective before the ranks import it."""
 
 from __future__ import annotations
 

@@ -154,8 +154,7 @@ def _mamba(flat: Flat, native: Native, kinds: list) -> None:
     """A layer of kind mamba is one residual branch with a norm, without an MLP of its own, in the fixed sizes of Mamba.
 
     16 state elements per channel, a convolution over 4 tokens, time steps of rank hidden_size / 16, two inner channels
-    per channel unless intermediate_size or expansion_factor say otherwise.
-    """
+    per channel unless intermediate_size or expansion_factor say otherwise."""
     names = ("mamba_selective_fp32_params", "mamba_use_bias_in_conv", "mamba_use_bias_in_linears")
     if "mamba" not in kinds:
         native.unused("no layer is of kind mamba", *names)
@@ -187,8 +186,7 @@ def _mamba(flat: Flat, native: Native, kinds: list) -> None:
 def expand(config: list, layers: int) -> list | None:
     """GPT-NeoX's attention_config, a list of (kinds, repeats or "all") or of kinds, as one kind per layer.
 
-    Returns None for what is neither.
-    """
+    Returns None for what is neither."""
     if all(isinstance(item, str) for item in config):
         return list(config)
     kinds: list = []
@@ -316,8 +314,7 @@ def _gated_width(flat: Flat, native: Native, hidden: int, llama: bool) -> int:
     GPT-NeoX since 2024-09 takes two thirds of intermediate_size and then half of that. Its older files, and people who
     know Hugging Face's key, mean the width itself. The two differ by a factor of 3, so the size decides: under the
     wrong reading, no usual model is as wide as 6 hidden_size or as narrow as 2. A note has the choice. Without a stated
-    width, that release builds 4/3 hidden_size. Every published model means 8/3.
-    """
+    width, that release builds 4/3 hidden_size. Every published model means 8/3."""
     multiple = 256 if llama and not flat.given("mlp_multiple_of") else flat.defaulted_count("mlp_multiple_of")
     stated = _stated_width(flat, hidden)
     if stated is None:

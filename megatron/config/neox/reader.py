@@ -136,8 +136,7 @@ class Flat:
     def choice(self, name: str, choices: Mapping[str, Any], others: Mapping[str, str] | None = None) -> Any:
         """The entry of `choices` for the value, in any letter case. `others` has the fix for known, refused values.
 
-        Returns None, with a problem, for a value that is in neither or is refused.
-        """
+        Returns None, with a problem, for a value that is in neither or is refused."""
         value = self.text(name)
         if value is None or value.lower() in choices:
             return None if value is None else choices[value.lower()]
@@ -180,8 +179,7 @@ class Native:
     def put(self, key: str, value: Any, *names: str) -> None:
         """Set the native dotted `key`. `names` are the flat keys that it was made from, the main one first.
 
-        A part of a dictionary has a dotted name, as in optimizer.params.lr.
-        """
+        A part of a dictionary has a dotted name, as in optimizer.params.lr."""
         *sections, last = key.split(".")
         tree = self.result.values
         for section in sections:

@@ -306,8 +306,7 @@ def _schedule(flat: Flat, native: Native, lr: float | None) -> None:
 def _compatibility(flat: Flat, native: Native) -> None:
     """GPT-NeoX changed its learning rates in August 2023, which its files do not show. One native key chooses.
 
-    The default is what GPT-NeoX computes from the file today. A file does not say which version it was written for.
-    """
+    The default is what GPT-NeoX computes from the file today. A file does not say which version it was written for."""
     native.put("schedule.compat", "neox", "lr_decay_style")
     steps, cosine = flat.integer("train_iters"), str(flat.raw("lr_decay_style")).lower() == "cosine"
     end = flat.integer("lr_decay_iters")

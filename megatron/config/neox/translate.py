@@ -56,8 +56,7 @@ def is_flat(values: dict[str, Any]) -> bool:
     """Whether a document has GPT-NeoX's flat keys rather than native sections.
 
     The values decide for names that both have (optimizer, precision, tokenizer, checkpoint, deepspeed). A document with
-    keys of both kinds is taken for what most of its keys are.
-    """
+    keys of both kinds is taken for what most of its keys are."""
     flat = sum(_looks_flat(str(name), value) for name, value in values.items())
     native = sum(str(name) in SECTIONS or "." in str(name) for name in values)
     return flat > native
@@ -84,8 +83,7 @@ def translate(documents: Iterable[ConfigSource]) -> Translation:
     """The native configuration that the documents describe together.
 
     The same key with different values in two documents, or twice in one, is a problem in any spelling. GPT-NeoX detects
-    it only where the spelling is the same. Arguments win instead.
-    """
+    it only where the spelling is the same. Arguments win instead."""
     result = Translation()
     flat = Flat(_merge(documents, result.problems), TRANSLATED | RETIRED_READ, result.problems)
     native = Native(flat, result)
@@ -158,8 +156,7 @@ def to_native_yaml(translation: Translation) -> str:
     """The native YAML file that says the same as the GPT-NeoX files.
 
     Each value has a comment with the key, the file and the line it came from, or that it is GPT-NeoX's default. The
-    notes stand on top. The values read back are equal to `translation.values`.
-    """
+    notes stand on top. The values read back are equal to `translation.values`."""
     lines = ["# Translated from GPT-NeoX keys."]
     for note in translation.notes:
         lines += textwrap.wrap(note, 108, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False)

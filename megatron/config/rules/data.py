@@ -72,8 +72,7 @@ def blends_of(config: Config) -> Iterator[tuple[str, Sequence[SourceSection], ra
 def passes_over(config: Config, sources: Sequence[SourceSection], steps: range) -> tuple[float, int, int] | None:
     """Passes over the source of a blend that is read most often, tokens of the blend that are read, and all its tokens.
 
-    None where a file cannot be read or the batch is not known.
-    """
+    None where a file cannot be read or the batch is not known."""
     data, training = config.data, config.training
     if training.global_batch_size is None:
         return None

@@ -19,8 +19,7 @@ FOLDED = "parallel.folded"
 def layers_share_sequences(context: RuleContext) -> Iterator[Problem]:
     """With context parallelism a layer has part of a sequence. A layer that mixes tokens must ask for the rest.
 
-    ZeRO 3 gathers a layer's parameters from all ranks, and some of them wait for a state that the layer makes.
-    """
+    ZeRO 3 gathers a layer's parameters from all ranks, and some of them wait for a state that the layer makes."""
     config = context.config
     how = {use.kind: context.kinds[use.kind].context for use in context.used}
     unable, waiting = (", ".join(kind for kind, own in how.items() if own == word) for word in ("", "states"))

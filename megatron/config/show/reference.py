@@ -216,8 +216,7 @@ def _section(name: str, by_section: dict[str, list[Key]]) -> str:
 def editor_schema() -> str:
     """docs/config.schema.json: what editors complete and check.
 
-    Short forms and `extends` are allowed. No section is required, since a file may be one of several.
-    """
+    Short forms and `extends` are allowed. No section is required, since a file may be one of several."""
     schema = Config.model_json_schema()
     for section in (schema, *schema["$defs"].values()):
         if section is schema or section["title"] in ("ModelSection", "TrainingSection"):

@@ -20,8 +20,7 @@ def gather(files: Sequence[str | os.PathLike], overrides: Sequence[str] = ()) ->
     """All sources, in the order in which they are merged.
 
     A file's bases (`extends:`, one path or a list, seen from the file's folder) come before the file itself. Other
-    words are names of ready configurations, such as `pythia/70m`.
-    """
+    words are names of ready configurations, such as `pythia/70m`."""
     sources: list[ConfigSource] = []
     for file in files:
         path = os.fspath(file)
@@ -33,8 +32,7 @@ def run_name(file: str | os.PathLike) -> str:
     """The name of the run of a configuration file: mistral-7b for `configs/mistral/7b.yml`, since many folders have a
     7b.yml.
 
-    A file of the working directory, or of a folder called `configs`, has only its own name.
-    """
+    A file of the working directory, or of a folder called `configs`, has only its own name."""
     typed = os.fspath(file)
     path = File(configuration_file(typed) or typed).absolute()
     folder = path.parent

@@ -88,8 +88,7 @@ class ConfigSource:
     def places_at(self, path: Path) -> dict[Path, Origin]:
         """The places of `path` and of what is below it, by what follows `path`.
 
-        Only a mapping or a list has something below it: for the many scalars nothing is searched.
-        """
+        Only a mapping or a list has something below it: for the many scalars nothing is searched."""
         if not isinstance(get(self.values, path, None), (dict, list)):
             return {(): self.places[path]} if path in self.places else {}
         return {known[len(path) :]: place for known, place in self.places.items() if known[: len(path)] == path}

@@ -1,8 +1,7 @@
 """YAML with the line of every key, read as YAML 1.2 reads it.
 
 PyYAML follows YAML 1.1, where `1e-8` is text, `no` is False, `010` is 8, `1:30` is 90 and the last of two equal keys
-wins in silence. Here numbers are numbers, only true and false are booleans, and what is ambiguous is a problem.
-"""
+wins in silence. Here numbers are numbers, only true and false are booleans, and what is ambiguous is a problem."""
 
 import re
 from collections.abc import Callable
@@ -172,8 +171,7 @@ class _Reader:
 
 def _is_text(text: str) -> bool:
     """Whether it can be written in UTF-8, as everything that a run keeps is. An escape such as "\\ud800" cannot, nor
-    can an argument's byte that is no UTF-8.
-    """
+    can an argument's byte that is no UTF-8."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 

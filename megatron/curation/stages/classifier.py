@@ -51,8 +51,7 @@ def _of_words(options: ClassifierSection) -> Score:
     """The logistic function of the mean log-ratio of the hashed n-grams that one of the sets has, in both sets.
 
     A ratio is of relative frequencies, with half a count added to each. This is naive Bayes, divided by the number of
-    n-grams so that long texts are not all 0 or 1. 0.5 for a text that shares none with them.
-    """
+    n-grams so that long texts are not all 0 or 1. 0.5 for a text that shares none with them."""
     counts = [np.zeros(BUCKETS), np.zeros(BUCKETS)]
     for files, count in zip((options.like, options.unlike), counts):
         for file in files:

@@ -1,7 +1,6 @@
 """Keys by which documents are duplicates: of the whole text, of its lines, or of bands of a MinHash signature.
 
-Decontamination: documents that share n-grams of words with an evaluation set.
-"""
+Decontamination: documents that share n-grams of words with an evaluation set."""
 
 import hashlib
 from collections.abc import Iterable

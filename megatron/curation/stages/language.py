@@ -40,8 +40,7 @@ def by_words(text: str) -> tuple[str, float]:
     """The language whose common words, or whose letters, a text has most of, and a score.
 
     The score of an alphabet is its share of the letters. The score of common words is a / (a + b), for the counts a and
-    b of the best two languages. ("und", 0) without any.
-    """
+    b of the best two languages. ("und", 0) without any."""
     lists, letters = _profiles()
     words = _WORDS.findall(text.lower())
     total = sum(map(len, words))

@@ -40,8 +40,7 @@ class ChatCounts:
 @dataclass(frozen=True)
 class ChatJob:
     """A job. Conversations are written in the order of the inputs, and the output is the same for any number of
-    workers.
-    """
+    workers."""
 
     inputs: list[Input]
     output: Path  # prefix of the token file. The label file has LABELS behind it.

@@ -235,8 +235,7 @@ def mixed(fast: Encode, exact: Encode, unsafe: str) -> Encode:
     """Encoding by `fast` where it is known to be exact, by `exact` otherwise.
 
     Texts go to `exact` if they are not in Unicode's composed normal form, or have one of the `unsafe` characters. For
-    these the libraries use different versions of Unicode.
-    """
+    these the libraries use different versions of Unicode."""
     pattern = re.compile(f"[{re.escape(unsafe)}]") if unsafe else None
 
     def is_safe(text: str) -> bool:

@@ -1,8 +1,7 @@
 """Read texts: jsonl (plain, .gz, .zst, .xz, in .tar), JSON arrays, parquet, arrow, text files, lm_dataformat's .dat.
 
 An input is read as chunks in a fixed order. A chunk is raw data, which workers parse, and has its position, so reading
-can resume at the end of any chunk.
-"""
+can resume at the end of any chunk."""
 
 import bz2
 import contextlib

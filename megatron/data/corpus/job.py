@@ -2,8 +2,7 @@
 
 Until it is complete, `.bin.part`, `.sizes.part`, `.origin.part` and `.progress` lie next to the output. Every few
 seconds the parts are flushed to the disk, and then `.progress` records their valid lengths. A resumed job truncates the
-parts to these lengths and continues reading from there.
-"""
+parts to these lengths and continues reading from there."""
 
 import multiprocessing
 import os

@@ -224,8 +224,7 @@ def stdlib_texts() -> Iterator[dict]:
     """Each module of the standard library as source text, and each longer documentation text, by path.
 
     Tests, and modules that build or remove programs, are skipped. A documentation text is part of its module's source,
-    so all texts of a file are one `group` of a cut.
-    """
+    so all texts of a file are one `group` of a cut."""
     import ast
     import inspect
 

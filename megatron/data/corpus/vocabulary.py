@@ -2,8 +2,7 @@
 
 The tokenizer of a trained model can also get further tokens: byte-pair merges that are learned on new texts. Every id
 keeps its meaning, and so do the rows of an embedding. The old merges come first, so a text is cut as before. The new
-merges then join the pieces.
-"""
+merges then join the pieces."""
 
 import io
 import json

@@ -4,8 +4,7 @@ Draw t takes the source with the largest `weight * max(t, 1) - draws so far`, in
 ones. That is a loop over all draws. Here it runs over many blocks of draws in parallel. The state before draw t is the
 number of draws of each source. Each block starts from a guess of that state with some draws of run-in, since guesses
 soon converge to the true course. A block's result is kept only if its start equals the end of the block before it.
-Other blocks are run again from the right state.
-"""
+Other blocks are run again from the right state."""
 
 import os
 
@@ -21,8 +20,7 @@ _RUN_IN = 256  # draws per source from a guessed state before a block begins
 def normalised_weights(weights: list[float]) -> np.ndarray:
     """Weights divided by their sum, added up from the left: float64 [D].
 
-    Not `sum`: since Python 3.12 it corrects rounding, so the order would depend on the version of Python.
-    """
+    Not `sum`: since Python 3.12 it corrects rounding, so the order would depend on the version of Python."""
     total = 0.0
     for weight in weights:
         total += weight
@@ -34,8 +32,7 @@ def neox_weights(weights: list[float]) -> np.ndarray:
 
     It divides by the sum twice: in Python for the number of samples of each source, and in NumPy for the blend. After
     the first division the sum is not always exactly 1. The second one may then change last digits and, for about one
-    set of weights in ten, the order of some draws.
-    """
+    set of weights in ten, the order of some draws."""
     once = normalised_weights(weights)
     return once / np.sum(once)
 

@@ -2,8 +2,7 @@
 
 A set of arrays is a folder named after its key. It is built next to its final place and renamed, so it is complete or
 absent. Processes on one disk wait for the first of them (a file lock, which the system releases when its owner dies).
-Where locks do not work each process builds for itself, and the first rename wins.
-"""
+Where locks do not work each process builds for itself, and the first rename wins."""
 
 import contextlib
 import errno

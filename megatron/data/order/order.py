@@ -4,8 +4,7 @@ An order knows nothing of files' contents, blends or layouts. GPT-NeoX's order i
 `packing.py`.
 
 A pseudo-random permutation is a Feistel network on the smallest power of four of at least n. Indices outside of the
-range are permuted again until they are inside (cycle walking, fewer than four rounds on average).
-"""
+range are permuted again until they are inside (cycle walking, fewer than four rounds on average)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -150,8 +149,7 @@ class SequentialOrder(Order):
 
     In files whose documents all have exactly S+1 tokens, document k is sample k (Pythia publishes such pre-shuffled
     files).
-    Otherwise sample k is tokens k*S ... k*S + S of the concatenated documents. Neighbours share one token.
-    """
+    Otherwise sample k is tokens k*S ... k*S + S of the concatenated documents. Neighbours share one token."""
 
     def __init__(self, file: TokenFile, first: int, last: int, sequence_length: int):
         """Of documents first ... last-1."""
@@ -204,8 +202,7 @@ def pieces_touching(start: int, size: int, stride: int, width: int, count: int) 
 class StreamOrder(SequentialOrder):
     """The pieces of the file in a keyed pseudo-random order, a new one each epoch, without an index.
 
-    Unlike the pythia order it does not shuffle documents before the cut: neighbours in the file share a sample.
-    """
+    Unlike the pythia order it does not shuffle documents before the cut: neighbours in the file share a sample."""
 
     endless = True
 

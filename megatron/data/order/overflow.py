@@ -3,8 +3,7 @@
 One `RandomState(seed)` shuffles first the samples, then the documents, and these again for each further pass. A sample
 is a row of whole documents with at most S+1 tokens, then, if there is room, the first token of the next sample's first
 document. A document longer than S+1 tokens is a sample by itself, cut after S+1 tokens, or is dropped. Missing tokens
-are filled up.
-"""
+are filled up."""
 
 import os
 from collections.abc import Iterator

@@ -2,8 +2,7 @@
 
 Documents longer than a sample are cut into samples and a rest. Then pieces go, longest first, into the fullest sample
 that still has room (best-fit decreasing). Pieces of one length are handled together, so the work grows with the number
-of lengths, not of documents.
-"""
+of lengths, not of documents."""
 
 import os
 from bisect import bisect_left, insort
@@ -35,8 +34,7 @@ def best_fit(lengths: np.ndarray, width: int) -> np.ndarray:
     """Pack pieces into bins of `width`: the bin of each piece, int64. Bins are numbered as they are opened.
 
     Exactly best-fit decreasing. Pieces go by falling length, equal ones in their order. Each goes into the bin with the
-    least room that takes it, of equal bins the latest to reach that room, else into a new one.
-    """
+    least room that takes it, of equal bins the latest to reach that room, else into a new one."""
     rank = (width - lengths).astype(np.uint16 if width < 2**16 else np.int32)  # 16 bits are sorted in linear time
     order = np.argsort(rank, kind="stable")
     counts = np.bincount(lengths, minlength=width + 1)

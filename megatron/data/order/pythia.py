@@ -2,8 +2,7 @@
 
 The documents of all epochs are shuffled together, concatenated, and cut into pieces of S tokens plus one for the last
 label. Then the pieces are shuffled. Both shuffles draw from one `RandomState(seed)` (MT19937). The start of a piece is
-found by searching the cumulated lengths. Every 16th of them is stored.
-"""
+found by searching the cumulated lengths. Every 16th of them is stored."""
 
 import os
 from collections.abc import Iterator
@@ -25,8 +24,7 @@ _WIDE = 1 << 26  # entries that are shuffled as 8 bytes each
 def epochs_for(samples: int, tokens: int, sequence_length: int) -> int:
     """The fewest epochs of `tokens`, at least 1, from which `samples` pieces of S tokens, plus one label, can be cut.
 
-    The last shuffled piece is never read, so at least two are made (GPT-NeoX fails on such small files).
-    """
+    The last shuffled piece is never read, so at least two are made (GPT-NeoX fails on such small files)."""
     return max(1, -(-(max(samples, 2) * sequence_length + 1) // tokens))
 
 

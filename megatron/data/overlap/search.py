@@ -1,7 +1,6 @@
 """Search token files for the n-grams of all examples in one pass, and find the steps of a run that read them.
 
-The examples' n-grams are in memory, and one piece of a token file at a time, so memory does not grow with the files.
-"""
+The examples' n-grams are in memory, and one piece of a token file at a time, so memory does not grow with the files."""
 
 import os
 import re

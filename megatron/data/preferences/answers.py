@@ -112,8 +112,7 @@ def sample_of(documents: Sequence[tuple[Answers, int]], length: int, filler: int
     """A sample [S] of some documents, one behind the other, filled up with labels that do not count.
 
     Labels weigh one over their number in the sample. The column `sequence` numbers the documents from 0, and -1 is a
-    label that does not count. The column `reference` is there if all files have one.
-    """
+    label that does not count. The column `reference` is there if all files have one."""
     width = length + 1
     tokens = np.full(width, filler, np.int64)
     begins, counts, begin = np.zeros(width, bool), np.zeros(width, bool), 0

@@ -5,8 +5,7 @@ weigh one over their number in the pair, so that all pairs count equally. The fi
 
 Rated answers: each document is an answer behind its prompt, and a number says whether it is good. A sample has one
 answer. With `mismatched` there is a document n in which another prompt's answer follows the prompt of answer n (`deepy
-data mismatch` makes them). It is the probe of a sample: an objective reads it before the step.
-"""
+data mismatch` makes them). It is the probe of a sample: an objective reads it before the step."""
 
 from collections.abc import Sequence
 from dataclasses import replace

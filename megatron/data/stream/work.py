@@ -3,8 +3,7 @@
 Shards are inputs of a tokenizing job. Their state is compared while they are read. A store that fails is retried.
 
 It gets its settings as a line of JSON on standard input, and ends when that is closed, which is when the rank ends. Its
-only output is the error of a user, as JSON.
-"""
+only output is the error of a user, as JSON."""
 
 import contextlib
 import io

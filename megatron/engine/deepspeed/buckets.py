@@ -10,8 +10,7 @@ def finished(layers: nn.Module) -> list[nn.Parameter]:
     """Parameters in the order in which the backward pass finishes their gradients: last used first.
 
     That is the reverse of `parameters()`, except for modules with parameters of their own and further modules
-    inside. Their `uses` lists names, or first parts of names, in the order of use.
-    """
+    inside. Their `uses` lists names, or first parts of names, in the order of use."""
     found: list[nn.Parameter] = []
 
     def visit(module: nn.Module) -> None:

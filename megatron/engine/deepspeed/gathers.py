@@ -3,8 +3,7 @@
 DeepSpeed gathers all of them at the end of a step. Here each bucket's gather is begun there, and a block waits for its
 own buckets before its forward pass. On an accelerator only the current stream waits. The first forward pass begins when
 the weights outside of blocks have arrived. Between two steps `EngineState` and `BaseEngine.module` call `settle` before
-weights are read or masters are written.
-"""
+weights are read or masters are written."""
 
 from __future__ import annotations
 

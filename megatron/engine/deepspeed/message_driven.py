@@ -2,8 +2,7 @@
 
 A gradient that has arrived is passed on first, since other ranks wait for it, and its activations are freed. Otherwise
 the next forward pass begins, if its input is there and no more micro-batches are kept than by 1F1B. The passes of a
-stage are in the order of the micro-batches all the same: sums of gradients do not depend on the order of arrival.
-"""
+stage are in the order of the micro-batches all the same: sums of gradients do not depend on the order of arrival."""
 
 from queue import SimpleQueue
 from threading import Thread

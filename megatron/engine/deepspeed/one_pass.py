@@ -2,8 +2,7 @@
 
 The first copies or adds a gradient to its fp32 sum (6 bytes, 10 for later micro-batches) and takes the norm from it.
 The second clips, does AdamW (28 bytes) and writes the 16-bit weights (2 bytes). In passes of their own the norm reads
-4 bytes more, and the 16-bit weights 4.
-"""
+4 bytes more, and the 16-bit weights 4."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -73,8 +73,7 @@ def zero_stage(config: Config, layout: Layout) -> int:
     """The stage that DeepSpeed runs: `zero.stage`, unless 0 has the same effect. With a pipeline at most 2.
 
     Where no other rank has the same parameters, stage 1 shares nothing. In fp32 it would only add flat copies of all
-    parameters and all gradients. Stage 0 makes the same updates without them.
-    """
+    parameters and all gradients. Stage 0 makes the same updates without them."""
     zero, stage = config.zero, config.zero.stage
     if layout.pipeline > 1 and stage > 1:  # whose weights `placed.py` cuts
         stage = 2 if layout.replicas > 1 else 1

@@ -4,8 +4,7 @@ DeepSpeed 0.19.8 refuses both with a pipeline. Here it runs ZeRO 2's optimizer o
 parameters of one stage (`Pipeline.bucket_of`). It is reduce-scattered after a backward pass of its stage, or after the
 last one of a step, and its gradients are freed. At ZeRO 3 its weights have memory only between the instruction that
 gathers the stage and the one that releases it. Otherwise the storage of the flat tensor is empty. Views of it stay
-valid, also in autograd's graph.
-"""
+valid, also in autograd's graph."""
 
 from typing import Any, cast
 from unittest import mock

@@ -23,8 +23,7 @@ def prepare_deepspeed(device: torch.device) -> None:
     """Import DeepSpeed without compiling or printing. Call once per process, before the process group exists.
 
     On CPUs, its init_distributed would build an extension that only inference uses. A rank killed meanwhile leaves a
-    lock that hangs every later run.
-    """
+    lock that hangs every later run."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("DS_IGNORE_CUDA_DETECTION", "1")
@@ -42,8 +41,7 @@ def prepare_deepspeed(device: torch.device) -> None:
 def import_muon() -> None:
     """Import DeepSpeed's Muon, which its ZeRO imports and which is unused here.
 
-    Its decorators would import torch's compiler: seconds of every rank's start.
-    """
+    Its decorators would import torch's compiler: seconds of every rank's start."""
     from deepspeed.runtime import compiler
 
     with mock.patch.object(compiler, "compile", lambda: compiler.dummy_decorator):
@@ -66,8 +64,7 @@ class ModelParallelUnit:
 
     Tensor parallelism is its model parallelism, and all ranks with the same parameters are its data axis.
     It does not know context parallelism. DeepSpeed's own sequence parallelism scales gradients differently at ZeRO 3
-    than below, and a loss with weighted labels needs no scaling.
-    """
+    than below, and a loss with weighted labels needs no scaling."""
 
     def __init__(self, mesh: Mesh):
         self._tensor, self._data = with_group(mesh.tensor, mesh), with_group(mesh.replicas, mesh)
@@ -108,8 +105,7 @@ def groups_of_mesh(mesh: Mesh) -> Iterator[None]:
     """DeepSpeed's pipeline grid uses the groups of the mesh, and makes none for other ranks.
 
     It would make every group of every rank, and a second group of all ranks. With NCCL each is a collective of the
-    whole job: 2,241 calls, one after another, at the start of 8,192 ranks.
-    """
+    whole job: 2,241 calls, one after another, at the start of 8,192 ranks."""
     import deepspeed
 
     axes = (mesh.tensor, mesh.data, mesh.pipeline, mesh.context, mesh.replicas)
@@ -131,8 +127,7 @@ def groups_of_mesh(mesh: Mesh) -> Iterator[None]:
 def cut_as_they_are_made(config: Config, options: dict[str, Any], mpu: ModelParallelUnit) -> Iterator[None]:
     """Partition each parameter when its module has been made, so that no rank ever holds the whole model.
 
-    Parameters keep their types. DeepSpeed's override of types would be one for all.
-    """
+    Parameters keep their types. DeepSpeed's override of types would be one for all."""
     import deepspeed
 
     for _, kind, _ in used_kinds(config.model):
@@ -154,8 +149,7 @@ def cut_parameters(model: nn.Module, options: dict[str, Any], mpu: ModelParallel
     """Partition the parameters of a finished model, one after another, with the values of the first rank.
 
     A device never has the whole model. Other ranks than the first may have parameters without memory of their own.
-    Modules whose tokens choose what runs (`gathered_whole` of the model) are gathered as one, on all ranks alike.
-    """
+    Modules whose tokens choose what runs (`gathered_whole` of the model) are gathered as one, on all ranks alike."""
     import deepspeed
 
     for module in cast(tuple[nn.Module, ...], getattr(model, "gathered_whole", ())):

@@ -39,8 +39,7 @@ def sum_large_gradients_in_place(engine: Any) -> None:
 
     DeepSpeed packs all. Its bf16 optimizer keeps the gradients of a group in one fp32 tensor. So every step of a large
     model ended with a second copy of nearly all gradients: 8.4 GiB for 70 billion parameters over 8 tensor parallel
-    ranks and 4 stages.
-    """
+    ranks and 4 stages."""
     pack = engine.allreduce_no_retain
 
     def reduce(
@@ -97,8 +96,7 @@ def reduced_once(engine: Any, beacon: Beacon) -> Iterator[None]:
     end. DeepSpeed would reduce and partition each micro-batch's.
 
     DeepSpeed's own `coalesce_grad_reduction` does the same, but after an error too, when the other ranks do not take
-    part.
-    """
+    part."""
     optimizer, boundary = engine.optimizer, engine._is_gradient_accumulation_boundary
     engine.inside_no_sync_ctxt = optimizer._coalesce_grad_reduction = True
     try:
@@ -120,8 +118,7 @@ def reduce_nothing(engine: Any, stage: int) -> None:
     """Disable the reduction of gradients, on a rank whose parameters no other rank has.
 
     DeepSpeed would copy them all into buckets and back: in fp32 on CPU at 160m a tenth of the step's time and as
-    much memory as all gradients. ZeRO's own optimizers take their gradients in the reduction, so they keep it.
-    """
+    much memory as all gradients. ZeRO's own optimizers take their gradients in the reduction, so they keep it."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
     if stage == 0 or isinstance(engine.optimizer, BF16_Optimizer):

@@ -3,8 +3,7 @@
 DeepSpeed 0.19.8 all-reduces at both stages, at stage 1 in bf16 the whole fp32 gradient after the last backward pass.
 Here each parameter group is a bucket (`buckets.in_buckets`): DeepSpeed lays a group out as one flat tensor, and
 each rank updates an equal part. A bucket whose gradients are complete is reduce-scattered straight into these parts.
-That is half the bytes of an all-reduce. On an accelerator the message runs under the rest of the backward pass.
-"""
+That is half the bytes of an all-reduce. On an accelerator the message runs under the rest of the backward pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -78,8 +78,7 @@ class HeadStage(nn.Module):
 
     The loss is computed inside the module, not in DeepSpeed's `loss_fn`. Its backward pass clears bf16 gradients when
     it reaches the module's output, also gradients of later computation. Labels arrive in `targets`, which the engine
-    fills in the order of the micro-batches.
-    """
+    fills in the order of the micro-batches."""
 
     def __init__(self, plan: ModelPlan, shared: dict[str, nn.Module]):
         super().__init__()
@@ -111,8 +110,7 @@ class Pipeline(PipelineModule):
 
     Ranks that use the same parameters (a tied embedding, shared layers) have a copy each, with the same name and
     thus the same initial values. Gradients are summed over the copies once per step, and the norm only counts the
-    first copy.
-    """
+    first copy."""
 
     def __init__(self, plan: ModelPlan):
         self.plan = plan

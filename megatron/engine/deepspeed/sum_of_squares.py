@@ -13,8 +13,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
     On CPUs torch's norm adds a whole tensor up in a few fp32 sums, one per lane of a vector register. A large sum
     absorbs no small squares: for 26 million gradients the norm is 0.1 to 0.5 % too small. Here the norm of each row
-    of 4096 elements is taken that way, as fast, and their squares are added up in fp64.
-    """
+    of 4096 elements is taken that way, as fast, and their squares are added up in fp64."""
     return _squares(tensors).float()
 
 

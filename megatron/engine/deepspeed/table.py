@@ -2,8 +2,7 @@
 
 DeepSpeed's pipeline engine has one stage per rank and blocking messages. Here a rank may have several stages, and
 messages are asynchronous. Everything else stays DeepSpeed's: a pass's precision and scale, sums of gradients over
-micro-batches and replicas, copies of tied weights, the optimizer. Shapes follow from the batch, so none are sent.
-"""
+micro-batches and replicas, copies of tied weights, the optimizer. Shapes follow from the batch, so none are sent."""
 
 import itertools
 from collections.abc import Callable, Iterator

@@ -2,8 +2,7 @@
 
 torch's fake tensors only have shapes, types and devices. Its fake process group takes every message and delivers
 none. This module provides the values and messages that DeepSpeed reads: no gradient overflows, all ranks agree, and the
-stage before sends a stream of the form that this stage expects.
-"""
+stage before sends a stream of the form that this stage expects."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

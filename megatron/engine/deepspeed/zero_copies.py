@@ -1,7 +1,6 @@
 """Removes copies that DeepSpeed's ZeRO optimizers make in each step on CPUs without need.
 
-New memory is the most expensive part of such a copy: the kernel clears it page by page, in each step again.
-"""
+New memory is the most expensive part of such a copy: the kernel clears it page by page, in each step again."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,8 +31,7 @@ def update_in_place(optimizer: Any) -> None:
     """On CPUs in fp32, ZeRO 1 updates a rank's part of the weights in place.
 
     DeepSpeed keeps a second copy of that part as its masters, which it copies to the weights after each update. It also
-    multiplies gradients by 1 where nothing is clipped.
-    """
+    multiplies gradients by 1 where nothing is clipped."""
     if not _plain_fp32(optimizer):
         return
     for group, master in enumerate(optimizer.single_partition_of_fp32_groups):

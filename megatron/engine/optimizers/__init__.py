@@ -5,5 +5,4 @@ element, so ZeRO may flatten and cut their parameters. Muon needs whole matrices
 layout.
 
 Each optimizer is a file. `facts.py` has the facts of all of them, without torch
-(`megatron.config.optimizer_kind.OptimizerKind`).
-"""
+(`megatron.config.optimizer_kind.OptimizerKind`)."""

@@ -1,8 +1,7 @@
 """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235): squares of gradients by row and column, no momentum.
 
 It uses the schedule's rate and does not multiply by the weights' own size, as usual for language models. It treats
-all matrices, embeddings and head included. AdamW treats vectors.
-"""
+all matrices, embeddings and head included. AdamW treats vectors."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -24,8 +23,7 @@ class Adafactor(MatrixOptimizer):
     """With row means r and column means c of G^2 + 1e-30, averaged with b = 1 - t^-decay: U = G / sqrt(r c / mean(r)),
     and the step is U / max(1, rms(U) / clip).
 
-    State, at the owner of a matrix: `row`, `column`.
-    """
+    State, at the owner of a matrix: `row`, `column`."""
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], *, decay: float = 0.8, clip: float = 1.0, **adamw: Any

@@ -26,8 +26,7 @@ class AdamMini(MatrixOptimizer):
     """Of matrices [rows, columns]: AdamW with the mean of a block's squares for each of its squares. A block is a head
     of queries or keys, or else a row. Vectors are AdamW's.
 
-    State, at the owner of a matrix: `exp_avg`, and `exp_avg_sq` of a number per block.
-    """
+    State, at the owner of a matrix: `exp_avg`, and `exp_avg_sq` of a number per block."""
 
     @classmethod
     def treats(cls, config: Config, logical: LogicalTensor) -> bool:

@@ -1,8 +1,7 @@
 """AdamW with both moments in 8 bits, by blocks of 256 (Dettmers et al. 2021, arXiv 2110.02861), through torchao.
 
 Blocks are cut from the flattened logical tensor (of each expert), so that they do not depend on the layout. Its owner
-has it whole and keeps the codes and their scales.
-"""
+has it whole and keeps the codes and their scales."""
 
 from collections.abc import Mapping
 from functools import cache

@@ -16,8 +16,7 @@ class AdEMAMix(ElementwiseOptimizer):
     """p -= lr ((m1 / (1 - b1^t) + alpha_t m2) / (sqrt(v / (1 - b2^t)) + eps) + decay p), with averages m1, m2 and v by
     b1, b3_t and b2. Over `warmup` steps, alpha grows linearly, and b3 so that the slow average's half-life does.
 
-    State: `step`, `exp_avg`, `exp_avg_slow`, `exp_avg_sq`.
-    """
+    State: `step`, `exp_avg`, `exp_avg_slow`, `exp_avg_sq`."""
 
     def __init__(
         self,

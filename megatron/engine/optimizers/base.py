@@ -2,8 +2,7 @@
 
 Several methods of torch's base class, and `step` of its Adam, import torch._dynamo at their first call, to exclude
 themselves from torch.compile. That import costs each rank 2 to 4 seconds of its start and 100 MiB, also in runs that
-compile nothing. The classes here have the methods inside of torch's decorators.
-"""
+compile nothing. The classes here have the methods inside of torch's decorators."""
 
 import inspect
 from abc import abstractmethod

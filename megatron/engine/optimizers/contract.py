@@ -2,8 +2,7 @@
 
 Torch's optimizers make their state in the first step. A resumed run has to put tensors there before. DeepSpeed's
 ZeRO 1 and 2 inspect the state once, after the first group's first step, and miss later groups. So each optimizer
-declares its state, and the engine makes it.
-"""
+declares its state, and the engine makes it."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, Self

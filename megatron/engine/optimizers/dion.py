@@ -3,8 +3,7 @@
 The momentum M of a matrix [rows, columns] keeps a basis Q [columns, rank] near its strongest right directions. One
 power iteration makes orthonormal P from M Q, and the next Q from M^T P. The rest of M, which the step P Q^T lacks,
 stays in the momentum (error feedback). A direction that is rounding, as in gradients of lower rank, is no part of the
-step, and Q keeps its column. So layouts do not differ by it.
-"""
+step, and Q keeps its column. So layouts do not differ by it."""
 
 import math
 from collections.abc import Iterable, Mapping

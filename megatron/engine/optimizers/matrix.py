@@ -4,8 +4,7 @@ A subclass defines the step of one whole matrix (`direction`). `whole.WholeTenso
 whole, and moves its parts there and back. The engine gives each rank's holdings once (`attach`). Without an engine
 each parameter is whole. A state is kept per element by the element's holder (`matrix_states`), or by the owner for
 the whole matrix (`owner_states`), in any size. Both are saved as parts of logical tensors, independent of the
-layout.
-"""
+layout."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType

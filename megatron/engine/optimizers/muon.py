@@ -7,8 +7,7 @@ The momentum is an average per element, kept by the element's holder.
 NorMuon (Li et al. 2025, arXiv 2510.05491) divides the orthogonal matrix by a second moment of each row. The mean square
 of each row is averaged over steps. Rows are divided by the root of their average, and the matrix then gets the
 Frobenius norm back that it had, as in the authors' program. `muon_scale: moonlight` gives steps of a root mean square
-near 0.2, as in the paper.
-"""
+near 0.2, as in the paper."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def factor(rows: int, columns: int, scale: str) -> float:
 
     "original": sqrt(max(1, rows / columns)). The change of a layer's output then does not depend on its shape.
     "moonlight": 0.2 sqrt(max(rows, columns)). The update then has the size of AdamW's, so that AdamW's rates suit
-    (Liu et al. 2025, arXiv 2502.16982).
-    """
+    (Liu et al. 2025, arXiv 2502.16982)."""
     return 0.2 * max(rows, columns) ** 0.5 if scale == "moonlight" else max(1.0, rows / columns) ** 0.5
 
 

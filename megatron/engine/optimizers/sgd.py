@@ -1,7 +1,6 @@
 """Stochastic gradient descent with decoupled weight decay (Loshchilov & Hutter 2019).
 
-torch's SGD adds the decay to the gradient, where momentum accumulates it.
-"""
+torch's SGD adds the decay to the gradient, where momentum accumulates it."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,7 @@
 For a matrix [rows, columns] it keeps the averages L of G G^T and R of G^T G, and orthogonal matrices near their
 eigenvectors. As in the authors' program, the first step only makes these and changes no weight, and a refresh is one
 step of orthogonal iteration. Where the factors leave the basis open, it must not depend on rounding. So directions in
-which the first gradient is zero get a fixed basis, and the iteration is shifted a little.
-"""
+which the first gradient is zero get a fixed basis, and the iteration is shifted a little."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -5,8 +5,7 @@ into runs. Expert parallelism gives a rank some of the experts. One rank of the 
 receives the missing parts, computes on the whole, and sends each holder its part of the result. Each direction is
 one all-to-all, so a part travels to one rank and back. The owner is one of the ranks that hold the most of the
 tensor, the one with the least work. Under ZeRO 1 and 2, where most tensors lie whole on one rank, only those on a
-cut travel. Where all ranks hold the same, the work is shared and the results are sent.
-"""
+cut travel. Where all ranks hold the same, the work is shared and the results are sent."""
 
 import itertools
 from collections import Counter

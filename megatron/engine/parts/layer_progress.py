@@ -2,8 +2,7 @@
 recomputation, which belongs to the layer's backward pass.
 
 The forward pass of a block is replaced while this is on, outside of compiled and recomputed code, so no graph is
-cut. A backward pass reaches a block when the gradient of its output is known.
-"""
+cut. A backward pass reaches a block when the gradient of its output is known."""
 
 from collections.abc import Callable
 from typing import Any

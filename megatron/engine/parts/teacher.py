@@ -1,8 +1,7 @@
 """The teacher of a run: a frozen model on the student's layout, in the student's precision.
 
 Tensor and context parallel ranks share it as they share the student, and each has its own part of the same tokens.
-Replicas hold it whole under every ZeRO stage: it has no optimizer state to share.
-"""
+Replicas hold it whole under every ZeRO stage: it has no optimizer state to share."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -6,8 +6,7 @@ l tokens that are the sequence's own, place by place. A sequence of score 1 is e
 
 A score is 1 if and only if each of the l tokens is the likeliest one after the true tokens before it. The continuation
 equals the true text as long as it is right, so one pass decides that. Only sequences that are not extractable are
-continued token by token.
-"""
+continued token by token."""
 
 import sys
 from collections.abc import Callable, Sequence

@@ -2,8 +2,7 @@
 
 There is a folder per checkpoint, with a part (parquet) per `PART` sequences. A part appears whole or not at all, so a
 stopped job continues with the first missing one. `job.json` has the facts that the parts depend on. Parts of other jobs
-are not mixed with these.
-"""
+are not mixed with these."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -120,8 +120,7 @@ def _stored(checkpoint: Checkpoint, name: str) -> torch.dtype:
 def prove(adapters: Checkpoint, base: Checkpoint, config: Config, out: Path) -> Proof:
     """Compare the logits of the model with adapters and of the merged checkpoint, both in fp32.
 
-    Rounding of the merged weights to their type is allowed for, as that of each weight once more.
-    """
+    Rounding of the merged weights to their type is allowed for, as that of each weight once more."""
     from megatron.checkpoint.hf.export import Proof  # transformers is slow to import
 
     plain = config_of(open_checkpoint(out))

@@ -10,8 +10,7 @@ rows of W + s B A, which count as constants in the backward pass.
     W cut by inputs    A cut like W. A's product is summed over the ranks, so that B and m see all of it
     W whole            all are whole
 
-Shapes: N outputs and K inputs of this rank, P matrices, r rank.
-"""
+Shapes: N outputs and K inputs of this rank, P matrices, r rank."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

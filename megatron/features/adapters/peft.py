@@ -4,8 +4,7 @@ A form (`kinds/common/links.py`) moves the rows of matrices between our names an
 and A stays: peft's matrix of joined ones has the rows of all their A. Which rows come from which matrix is found by a
 second pass of the form, over matrices of ones.
 
-Shapes: N outputs and K inputs of a matrix, r its rank.
-"""
+Shapes: N outputs and K inputs of a matrix, r its rank."""
 
 import json
 import re

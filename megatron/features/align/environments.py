@@ -1,7 +1,6 @@
 """Problems with a difficulty: functions (difficulty, draw) -> a record with `prompt` and `answer`. No torch here.
 
-A problem is a function of its key only, so each run, layout and restart has the same.
-"""
+A problem is a function of its key only, so each run, layout and restart has the same."""
 
 from collections.abc import Callable
 from typing import Any
@@ -60,8 +59,7 @@ def strings(difficulty: int, draw: np.random.Generator) -> dict[str, Any]:
 def sudoku(difficulty: int, draw: np.random.Generator) -> dict[str, Any]:
     """A grid with one solution and up to `difficulty` empty cells: 4 by 4 with up to 8 of them, else 9 by 9.
 
-    A cell stays where a second solution would appear without it.
-    """
+    A cell stays where a second solution would appear without it."""
     box = 2 if difficulty <= 8 else 3
     side = box * box
     lines = [[int(band) * box + int(line) for band in draw.permutation(box) for line in draw.permutation(box)]

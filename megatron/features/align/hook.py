@@ -3,8 +3,7 @@
 A round begins before the first of its steps. `Rounds.step` calls `AlignHook.prepare`, which draws completions of
 prompts by the present weights, has them judged and writes them to the round's file. The trainer then makes
 `align.updates` steps on the file, as on any data, and its other hooks log, save and stop. Steps are a function of
-files, so a run that was killed continues with the rounds that it has.
-"""
+files, so a run that was killed continues with the rounds that it has."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A reward model as a reward: the value of a prompt with its completion, computed in a verifier's process.
 
 The model is a run or checkpoint of `objective.type: reward_model`, or a folder that transformers opens as a sequence
-classifier with one output, such as an export.
-"""
+classifier with one output, such as an export."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence

@@ -59,8 +59,7 @@ def tests(
 ) -> float:
     """1 if the completion's program, followed by the record's tests, runs to its end in a sandbox.
 
-    The program is the last block of code between lines of three backquotes, or the whole completion.
-    """
+    The program is the last block of code between lines of three backquotes, or the whole completion."""
     from .sandbox import run
 
     blocks = re.findall(r"```[^\n]*\n(.*?)```", completion, re.DOTALL)

@@ -1,8 +1,7 @@
 """Rollouts: what the model wrote in a round, its rewards and log-probabilities. One file per round.
 
 A file has a line of JSON for the round and one for each text. It is written once, whole or not at all. Its first line
-has the hash of the file before it and of the settings, so a file belongs to one course of a run.
-"""
+has the hash of the file before it and of the settings, so a file belongs to one course of a run."""
 
 import base64
 import hashlib
@@ -189,8 +188,7 @@ def next_level(hardest: float | None, level: int, enough: float, least: int, lar
     """The largest difficulty of the next round, as ZAYA1 moves RLVE's (arXiv 2605.05365).
 
     It is 1 more where the mean reward of the hardest problems is above `enough`, and 1 less where it is not above 0.
-    Without such a problem it stays.
-    """
+    Without such a problem it stays."""
     change = 0 if hardest is None else 1 if hardest > enough else -1 if hardest <= 0 else 0
     return min(max(level + change, least), largest)
 
@@ -199,8 +197,7 @@ def advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
     """Advantages [P, G] of the rewards of P groups, float64.
 
     `group`: (r - mean) / (standard deviation + 1e-4), as in GRPO. `mean`: r - mean, as in Dr. GRPO. `leave_one_out`:
-    r - the mean of the others, as in RLOO. `max_rl`: (r - mean) / mean, and 0 without a mean above 0. `reward`: r.
-    """
+    r - the mean of the others, as in RLOO. `max_rl`: (r - mean) / mean, and 0 without a mean above 0. `reward`: r."""
     if kind == "reward":
         return rewards
     mean, size = rewards.mean(1, keepdims=True), rewards.shape[1]

@@ -1,8 +1,7 @@
 """Texts that the model continues by drawing, with the log-probability of each token. On any layout.
 
 Draws are keyed by (seed, number of the text, position). So a text does not depend on the layout, on the texts around it
-or on a restart, as far as the rounding of its logits does not.
-"""
+or on a restart, as far as the rounding of its logits does not."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,7 @@ time, memory and files. Landlock denies writes outside the folder, and folders a
 be removed. A filter of system calls (seccomp) denies sockets, new processes, signals to other processes, their memory
 and their priority. Files of the machine can be read, as far as the user may.
 
-This file is also the script that does it: `python -I sandbox.py FOLDER SECONDS MEMORY`, in which PROGRAM runs.
-"""
+This file is also the script that does it: `python -I sandbox.py FOLDER SECONDS MEMORY`, in which PROGRAM runs."""
 
 import ctypes
 import os

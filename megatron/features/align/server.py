@@ -2,8 +2,7 @@
 
 Before texts are drawn, the present weights are written as a Hugging Face folder that the server sees too, and the
 server is asked to read it. Requests have ids and get ids and their log-probabilities: no text is tokenized again. Only
-rank 0 talks to the server, and nothing of an answer is believed before it is checked.
-"""
+rank 0 talks to the server, and nothing of an answer is believed before it is checked."""
 
 import http.client
 import json

@@ -2,8 +2,7 @@
 
 The processes read a JSON document per line from standard input, and answer in the same way. A process that does not
 answer in time is killed with its children, and another one takes its place. Each also ends itself a second later, so
-that none outlives a trainer that was killed. A timer of its own does that: rewards such as `math` use the alarm.
-"""
+that none outlives a trainer that was killed. A timer of its own does that: rewards such as `math` use the alarm."""
 
 import contextlib
 import faulthandler

@@ -3,8 +3,7 @@
 Markovian RSA draws N candidates of a problem and keeps the last tokens of each, its tail. In each later round all N
 candidates are drawn again, each after the problem with some of the tails. No prompt grows with the rounds. With
 `rounds: 0` it is parallel sampling, with tails of whole candidates recursive self-aggregation, and with one tail a
-chain of continuations.
-"""
+chain of continuations."""
 
 from __future__ import annotations
 

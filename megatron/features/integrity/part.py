@@ -2,8 +2,7 @@
 hashes must not either. This includes state that only one rank holds. A change shows that this rank's memory is at
 fault.
 
-Hashes are compared on the device, and the result is read later, so that nothing waits for a device.
-"""
+Hashes are compared on the device, and the result is read later, so that nothing waits for a device."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence

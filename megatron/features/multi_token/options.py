@@ -1,8 +1,7 @@
 """Prediction of tokens further ahead than the next one (DeepSeek-V3, arXiv 2412.19437, section 2.2): keys and rules.
 
 Each module is one block, of layers that need no other layers' results. `megatron/model/multi_token.py` builds the
-modules, and the stack imports it.
-"""
+modules, and the stack imports it."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ expected square norm |G|^2 + S / b. Two batch sizes give both (arXiv 1812.06162,
 batch and its first samples, by their numbers in the run's order, independent of the layout.
 
 The gradient is a mean by weight. With weights w, it is as noisy as that of (sum w)^2 / sum w^2 labels of equal
-weight, so b counts labels in that way. With equal weights it is their number.
-"""
+weight, so b counts labels in that way. With equal weights it is their number."""
 
 from dataclasses import replace
 from typing import Any

@@ -2,8 +2,7 @@
 
 A round of local updates takes the inner steps, an upload of one contribution and a download of the others'. A restart
 loses the time to notice the failure, to start all ranks, and on average half of the time since a checkpoint (Young 1974
-and Daly 2006). Healing loses one timeout of all peers, and the work of one peer until it is back.
-"""
+and Daly 2006). Healing loses one timeout of all peers, and the work of one peer until it is back."""
 
 from dataclasses import dataclass
 

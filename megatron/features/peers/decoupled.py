@@ -9,8 +9,7 @@ and each peer computes the merge of the line.
 A contribution has the completed steps of its peer, and those since the peer has received the fragment. Both are in the
 line, and give the weights. It also has the steps after which its peer has applied earlier rounds (`jumps`). So a ledger
 is enough to repeat a run, although each peer had a clock of its own. A peer that starts again from a checkpoint repeats
-its part of the ledger in the same way.
-"""
+its part of the ledger in the same way."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,8 +1,7 @@
 """Contributions and states from peer to peer, with a folder that has the ledger and a small note of each file.
 
 A peer keeps its large files on its own disk, and serves them to the members. It keeps what it has read from others too,
-and serves that. So the contributions of a line can be read as long as one peer that has read them is there.
-"""
+and serves that. So the contributions of a line can be read as long as one peer that has read them is there."""
 
 import contextlib
 import json

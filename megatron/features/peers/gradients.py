@@ -3,8 +3,7 @@
 DeepSpeed computes each slot as a step of its own: forward, backward, sums over the peer's ranks. Its call of the torch
 optimizer's `step` is where the gradients of the masters are complete, in every ZeRO stage and in the pipeline. They are
 kept there, and nothing is updated. Once the gradients of all slots are known, the same `step` gets their mean. Whole
-gradients are on rank 0, in host memory, so nothing depends on the layout.
-"""
+gradients are on rank 0, in host memory, so nothing depends on the layout."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import fsum

@@ -1,8 +1,7 @@
 """Signed messages of peers: a line of JSON with its signature, and for contributions tensors after it (safetensors).
 
 A message is bound to its kind, run, round and peer, so that it cannot be used again as another one. Everything read is
-hostile until it is checked: sizes before bytes are read, then the signature, then hash, names, types and shapes.
-"""
+hostile until it is checked: sizes before bytes are read, then the signature, then hash, names, types and shapes."""
 
 import hashlib
 import json

@@ -4,8 +4,7 @@ DiLoCo (arXiv 2311.08105): each peer trains for H steps from common weights thet
 weights. The mean of the deltas is a gradient for an outer optimizer, SGD with Nesterov momentum. Streaming DiLoCo
 (arXiv 2501.18512) exchanges a fragment of the layers at a time, applies it some steps later, and keeps a share of the
 local weights. Decoupled DiLoCo (arXiv 2604.21428) merges the deltas of those peers that have arrived, by weights.
-Operations are separate multiplications and additions, so that every processor gets the same bits.
-"""
+Operations are separate multiplications and additions, so that every processor gets the same bits."""
 
 import re
 from collections.abc import Iterable, Sequence

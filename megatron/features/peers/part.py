@@ -1,8 +1,7 @@
 """The outer state of a peer: common weights, velocity of the outer step, and what compression has kept.
 
 Rank 0 holds whole tensors in host memory, so nothing depends on a layout. Checkpoints have them as tensors of their
-own. The ranks' masters are gathered and set one tensor at a time.
-"""
+own. The ranks' masters are gathered and set one tensor at a time."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence

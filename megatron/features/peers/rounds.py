@@ -8,8 +8,7 @@
 - `states/<round>`: weights after a round, for peers that return.
 
 A line is written once, by the first peer that sees the round complete, and before any peer applies it. All peers apply
-what it names. So the result of a run is a function of its configuration and its lines.
-"""
+what it names. So the result of a run is a function of its configuration and its lines."""
 
 import secrets
 import time

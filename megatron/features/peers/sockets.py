@@ -6,8 +6,7 @@ written again. A client may write and delete files of its own name only.
 A frame is the number of bytes of a line of JSON (4 bytes, big-endian), the line, and a payload. The line is signed, and
 has the payload's length and hash. It is bound to the connection by a nonce of the server, and to its place in it by a
 number, so it cannot be used again. A reply repeats a random word of its request. The line is checked before a byte of
-the payload is read. Nothing is executed.
-"""
+the payload is read. Nothing is executed."""
 
 import fcntl
 import json

@@ -6,8 +6,7 @@ each chunk the k largest magnitudes are sent, with an index of 12 bits and a cod
 codes are sent once per tensor. The rest, and the error of the codes, stay with the sender for the next round.
 
 Sent and kept add up to the accumulated values without rounding. Accumulated values are therefore multiples of a power
-of two, 2^-22 of the largest magnitude in fp32 (2^-51 in fp64), and so are the four values (2^-22).
-"""
+of two, 2^-22 of the largest magnitude in fp32 (2^-51 in fp64), and so are the four values (2^-22)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """The rule of masks that a file breaks: `python -m megatron.features.pruning.check < configuration.json`.
 
-The names and shapes of a model's matrices need torch, which a launcher does not import.
-"""
+The names and shapes of a model's matrices need torch, which a launcher does not import."""
 
 import json
 import sys

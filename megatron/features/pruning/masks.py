@@ -1,7 +1,6 @@
 """Which elements of the matrices are kept: a function of whole tensors, so that every layout has the same ones.
 
-Each rank computes the mask of each whole matrix, one after the other, and keeps the places of its own part.
-"""
+Each rank computes the mask of each whole matrix, one after the other, and keeps the places of its own part."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -158,8 +157,7 @@ def _bits(values: np.ndarray) -> np.ndarray:
 def largest(names: list[str], values: Values, keep: float) -> Largest:
     """The largest elements of several matrices together: round(keep n) of n, at least one.
 
-    Among equal magnitudes the first are kept, in the order of names and rows. Memory for one matrix is needed.
-    """
+    Among equal magnitudes the first are kept, in the order of names and rows. Memory for one matrix is needed."""
     above = np.zeros(HALF, dtype=np.int64)
     for name in names:
         above += np.bincount(_bits(values(name)).reshape(-1) >> 16, minlength=HALF)

@@ -1,8 +1,7 @@
 """Keys and rules of pruning (SAMO, Singh and Bhatele 2023, arXiv 2302.05045), without torch.
 
 With f the share of elements that is kept, a weight in bf16 with AdamW takes 2 bytes while it is used. It always takes
-f (2 + 4 + 4 + 4 + 4 + 4) bytes: for the kept weight, its place, its gradient, its master and two moments.
-"""
+f (2 + 4 + 4 + 4 + 4 + 4) bytes: for the kept weight, its place, its gradient, its master and two moments."""
 
 from __future__ import annotations
 

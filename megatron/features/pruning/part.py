@@ -2,8 +2,7 @@
 
 DeepSpeed sees only this vector. Its gradient, its sums over ranks, its master and its moments are therefore as short as
 it is, at ZeRO 0 and 1 alike. A layer that multiplies gets the matrix with zeros in its other places, and the gradient
-of the matrix is cut to the kept places as soon as it exists. In checkpoints the tensors are whole.
-"""
+of the matrix is cut to the kept places as soon as it exists. In checkpoints the tensors are whole."""
 
 import hashlib
 from collections.abc import Mapping

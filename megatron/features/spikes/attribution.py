@@ -9,8 +9,7 @@ good, the rank's former place is at fault.
 Steps that are computed again, to check whether the machine repeats itself.
 
 The first time the update is skipped, so the second one begins from the same weights, with the same batch and the
-same draws. If two results differ in a bit, hardware has failed for a moment, or a kernel is not deterministic.
-"""
+same draws. If two results differ in a bit, hardware has failed for a moment, or a kernel is not deterministic."""
 
 import math
 import os
@@ -41,8 +40,7 @@ class Fingerprint:
     """A step on this rank: the sum of its labels' losses, and hashes of the gradients that it computed, before they
     were summed, and of its optimizer's gradients.
 
-    The first two do not depend on other ranks, except for ranks that compute a sample together.
-    """
+    The first two do not depend on other ranks, except for ranks that compute a sample together."""
 
     loss: float
     own: int

@@ -6,8 +6,7 @@ all ranks add up their losses in one small collective, so that all decide by the
 exchange of the step's numbers. Where each rank knows the norm to the last bit, the message is sent before the last
 backward pass (`begin_to_meet`). For a skipped update the calls do nothing. Weights, moments and the optimizer's count
 of updates stay unchanged. DeepSpeed then updates the weights of the forward pass from the same masters, which gives the
-same weights.
-"""
+same weights."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

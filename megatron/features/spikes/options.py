@@ -88,8 +88,7 @@ def meets_early(config: Any, layout: Layout) -> bool:
     """Whether ranks exchange the numbers of a step while its gradients are computed, without their norm.
 
     They can if they only differ in their part of the batch: their sums of gradients then have the same bits, and so
-    has everything computed from them. Steps that are computed twice exchange the second result.
-    """
+    has everything computed from them. Steps that are computed twice exchange the second result."""
     spikes, alike = spikes_of(config), layout.tensor == layout.pipeline == layout.expert == 1
     again = any(NAME in feature.needs(config) for feature in wanted_features(config).values())
     return spikes.judges and alike and not (spikes.confirm or spikes.attribute or again)

@@ -15,8 +15,7 @@ and the optimizer gets h_i g_i. A gradient of 0 has no information about a tenso
 a tensor without a gradient in one of the first steps would never get one again, by the minimum above.
 
 A tensor is a logical tensor. A rank has a part of it (ZeRO, tensor parallelism). So the ranks of a stage add up the
-squares of all tensors in one small collective per call of the optimizer.
-"""
+squares of all tensors in one small collective per call of the optimizer."""
 
 import math
 import statistics
@@ -78,8 +77,7 @@ class ZClip:
     """Bounds the gradient norm by its moving mean and variance.
 
     With mean m and deviation s of the norms so far and z = (g - m) / s, a norm g with z > z0 is clipped to m + z0 s
-    z0 / z. Then m' = d m + (1 - d) g and s'^2 = d s^2 + (1 - d) (g - m')^2 with g after clipping.
-    """
+    z0 / z. Then m' = d m + (1 - d) g and s'^2 = d s^2 + (1 - d) (g - m')^2 with g after clipping."""
 
     def __init__(self, options: SpikeClipSection) -> None:
         self._options = options

@@ -7,8 +7,7 @@ DeepSpeed calls it once, or once per parameter group (ZeRO 1 to 3). An element o
 that saves it, so the sums over all ranks equal one process's.
 
 If an optimizer evaluates other weights than it trains (schedule-free), weights and update are of the evaluated and
-saved ones. The gradient is that at the trained ones.
-"""
+saved ones. The gradient is that at the trained ones."""
 
 import math
 from collections.abc import Iterator, Mapping

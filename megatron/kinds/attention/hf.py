@@ -1,7 +1,6 @@
 """Attention's tensors by the names of transformers' models.
 
-Shapes: n heads, D head_dim, H inputs.
-"""
+Shapes: n heads, D head_dim, H inputs."""
 
 from collections.abc import Callable
 

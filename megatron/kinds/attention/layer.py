@@ -1,8 +1,7 @@
 """Softmax attention: multi-head, grouped or multi-query, cut over tensor parallel ranks by heads.
 
 Shapes: B samples, S positions, H hidden, n query heads, m key/value heads, D head_dim, all of this rank unless
-said otherwise.
-"""
+said otherwise."""
 
 from dataclasses import dataclass
 
@@ -64,8 +63,7 @@ class Attention(nn.Module):
     """x [B, s, H] (or of `inputs` channels) to its attention output [B, s, H].
 
     Query heads are cut over the ranks. Key/value heads are cut too if their number allows. Otherwise every rank
-    computes all of them and uses the heads that its query heads read.
-    """
+    computes all of them and uses the heads that its query heads read."""
 
     compiled_parts = ("turned",)
 
@@ -202,8 +200,7 @@ class Attention(nn.Module):
         """The state with the layer's keys, and the number of tokens before this piece.
 
         On one rank, layers that read each other's keys have them in the state of the first one. To write a page again
-        changes nothing.
-        """
+        changes nothing."""
         names, held = self.reads or self.lends, cache
         if names and (isinstance(cache, KeyValueCache) or (isinstance(cache, PagedKeys) and cache.reading is None)):
             held = stream.remember(names, lambda: cache)
@@ -238,8 +235,7 @@ class Attention(nn.Module):
     def prepare(self, stream: Stream) -> None:
         """Put angles and masks into the stream's memo, so that a compiled block does not trace them.
 
-        For streams whose hidden state has the whole sequence.
-        """
+        For streams whose hidden state has the whole sequence."""
         if self.rotary is not None:
             stream_angles(self.rotary, self.D, stream, 0, stream.hidden, self.context.size)
         prepare(

@@ -2,8 +2,7 @@
 key/value heads.
 
 Shapes: B samples, S positions, H hidden, n query heads, m key/value heads, D head_dim, C = (n + m) D compressed
-channels of queries and keys. Heads are of this rank unless said otherwise.
-"""
+channels of queries and keys. Heads are of this rank unless said otherwise."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -77,8 +76,7 @@ class CCA(nn.Module):
     """x [B, s, H] to its output [B, s, H]: attention among compressed queries, keys and values.
 
     Queries and keys go through two short convolutions together, get the mean of both back, and are brought to one
-    length. Half of the value channels come from the token before.
-    """
+    length. Half of the value channels come from the token before."""
 
     new_state = CCAState
 

@@ -4,8 +4,7 @@ A link names modules. It holds for their `weight` and `bias`, where they exist. 
 side are made of the other side's tensors. Every form only moves elements, so both directions are exact. A form that
 needs widths of the model is given as a function of the model's section.
 
-The `hf.py` of a kind has the links of its layers, and the forms that only it needs.
-"""
+The `hf.py` of a kind has the links of its layers, and the forms that only it needs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,7 @@ With overlap a token has two values and two gates: one for its own entry, and on
 that of its own first token. Each document begins with a new entry.
 
 Shapes: B samples, S positions, T positions with some before them, E entries, r rate, w tokens of an entry. It has D
-channels, and C are the values and gates of a token.
-"""
+channels, and C are the values and gates of a token."""
 
 from dataclasses import dataclass
 

@@ -7,8 +7,7 @@ Attention is masked: of an indexer's entries it computes all, and reads the chos
 So memory does not grow with pairs of tokens, except for one bool per token and entry, and for an indexer that learns
 one fp32 number.
 
-Shapes: B samples, S positions, n heads of this rank, D head_dim, E entries, h heads of the indexer.
-"""
+Shapes: B samples, S positions, n heads of this rank, D head_dim, E entries, h heads of the indexer."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -271,8 +270,7 @@ class CSA(nn.Module):
     ) -> Tensor:
         """The same of one token of each of many texts, [T, 1, n, D]. `PagedKeys.attend` has the shapes.
 
-        A page has an entry for each `unit` tokens, or one. Until its last token is read it is not whole, and masked.
-        """
+        A page has an entry for each `unit` tokens, or one. Until its last token is read it is not whole, and masked."""
         assert isinstance(state.keys, PagedKeys) and isinstance(state.entries, PagedKeys)
         now, rate = state.keys.current.read, self.options.rate
         known, pools = state.keys.write(now, keys, keys[..., :0])[0], None

@@ -1,7 +1,6 @@
 """Attention of a few heads' queries to single vectors that are key and value of all heads.
 
-Shapes: B samples, n query heads of this rank, R queries, K keys, D channels.
-"""
+Shapes: B samples, n query heads of this rank, R queries, K keys, D channels."""
 
 import math
 

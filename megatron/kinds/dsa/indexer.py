@@ -2,8 +2,7 @@
 
     score(t, s) = sum over heads j of w_tj relu(q_tj k_s)
 
-Shapes: B samples, S positions, T tokens that were read, r rows of positions at a time, h heads of D channels.
-"""
+Shapes: B samples, S positions, T tokens that were read, r rows of positions at a time, h heads of D channels."""
 
 from collections.abc import Iterator
 
@@ -28,8 +27,7 @@ NORM_EPSILON = 1e-6
 class Indexer(nn.Module):
     """x [B, S, H] and the queries' input to queries [B, S, h, D], keys [B, S, 1, D] and weights [B, S, h].
 
-    Every tensor parallel rank computes all of it. Each adds its share of the loss, so gradients are summed.
-    """
+    Every tensor parallel rank computes all of it. Each adds its share of the loss, so gradients are summed."""
 
     def __init__(self, make: ParameterFactory, hidden_size: int, options: DSAOptions, init: Initialisation):
         super().__init__()

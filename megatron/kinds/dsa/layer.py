@@ -3,8 +3,7 @@
 Attention is masked: it reads the chosen tokens, and costs what it costs to read all. The indexer's inputs are detached,
 so that the model learns only by its own loss and the indexer only by the divergence.
 
-Shapes: B samples, S positions, T tokens that were read, n heads of this rank.
-"""
+Shapes: B samples, S positions, T tokens that were read, n heads of this rank."""
 
 from dataclasses import dataclass, field, replace
 

@@ -10,8 +10,7 @@ The decay is a number per head, or per channel of keys (Kimi Team 2025, arXiv 25
 columns of S_{t-1}. At position t of a chunk the state gets n_t = b_t (v_t - value of the decayed state under k_t). The
 state depends on the state before the chunk and the n of earlier positions. So all n of a chunk solve one triangular
 system with the right-hand sides b_t v_t and b_t k_t. It is the WY form (Bischof and Van Loan 1987, Yang et al. 2024,
-section 3.2).
-"""
+section 3.2)."""
 
 import functools
 from collections.abc import Callable
@@ -60,8 +59,7 @@ def ends(
 ) -> tuple[Tensor, Tensor]:
     """The state [B, h, K, V] from zeros, and the factor [B, h, K, K] of a state before the sequence.
 
-    Arguments are as in `gated_delta_rule`. `recomputed` should call it.
-    """
+    Arguments are as in `gated_delta_rule`. `recomputed` should call it."""
     own, held, keys, through, _, _ = _chunks(k, v, decay, beta, starts, min(chunk, v.shape[1]))
     (B, _, h, _, V), K = own.shape, keys.shape[-1]
     one = torch.eye(K, dtype=own.dtype, device=own.device).expand(B, h, K, K)
@@ -77,8 +75,7 @@ def _chunks(
     """In chunks: solutions for b v (`own`) and b k (`held`) [B, c, h, Q, V or K], and keys decayed to the end.
 
     Then decays through chunks and from their begin, of K channels or 1, and a function. It gives the decayed products
-    of queries [B, c, g, Q, K] with keys.
-    """
+    of queries [B, c, g, Q, K] with keys."""
     K, V, heads, room = k.shape[-1], v.shape[-1], v.shape[2], -v.shape[1] % chunk
     k, v, decay, beta = (in_chunks(each, chunk) for each in (k, v, decay, beta))
     k, v = (each.transpose(2, 3) for each in (_unit(k), v))  # [B, c, heads, Q, channels]

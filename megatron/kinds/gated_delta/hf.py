@@ -12,8 +12,7 @@ def convolutions(model: ModelSection) -> Form:
     """Our two convolutions, of queries and keys and of values, are their three.
 
     transformers cuts the tensor that it saves into three equal parts, for all widths, and joins them when it loads. The
-    parts are therefore joined first.
-    """
+    parts are therefore joined first."""
     keys, values = _widths(model)
     rows = [2 * keys, values]
     return Form(lambda ours: [*ours[0].chunk(2), ours[1]], lambda theirs: list(torch.cat(theirs).split(rows)), True)

@@ -1,8 +1,7 @@
 """Several updates of the state per token: Gated DeltaProduct (Siems et al. 2025, arXiv 2502.10297, section 3).
 
 The updates of a token are steps of the gated delta rule over a longer sequence, which has all of them. The state decays
-before a token's first update, and is read after its last.
-"""
+before a token's first update, and is read after its last."""
 
 from collections.abc import Sequence
 

@@ -15,8 +15,7 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_rule.gated_delta_rule` of whole sequences without a past. No state is returned.
 
-    The kernels choose their own chunks. torch computes inputs in fp32, very wide keys and decays by channel.
-    """
+    The kernels choose their own chunks. torch computes inputs in fp32, very wide keys and decays by channel."""
     q, k, v, decay, beta = inputs
     if v.dtype == torch.float32 or q.shape[-1] > WIDEST_KEY or decay.dim() == 4:
         return delta_rule.gated_delta_rule(*inputs, chunk=chunk, starts_BS=starts_BS)

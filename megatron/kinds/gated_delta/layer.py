@@ -3,8 +3,7 @@
 With decays by channel it is Kimi delta attention (Kimi Team 2025), with several updates per token Gated DeltaProduct.
 
 Shapes: B samples, S positions, H hidden, h heads of values with V channels, g heads of queries and keys with K channels
-(g divides h). Heads are of this rank unless said otherwise.
-"""
+(g divides h). Heads are of this rank unless said otherwise."""
 
 import functools
 from collections.abc import Callable
@@ -63,8 +62,7 @@ class GatedDelta(nn.Module):
     """x [B, s, H] to its output [B, s, H]: output(norm(delta_rule(silu(conv([q k v])))) * activation(gate)).
 
     Heads of keys are cut over the ranks if their number allows. Otherwise every rank computes all of them and uses the
-    heads that its heads of values read.
-    """
+    heads that its heads of values read."""
 
     compiled_parts = ("_rates", "_gated_norm")
 

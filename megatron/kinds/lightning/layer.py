@@ -5,8 +5,7 @@ Shapes: B samples, S positions, H hidden, h heads of this rank with D channels.
     S_t = exp(-a) S_{t-1} + v_t k_t^T      S [D, D] per head      y_t = S_t q_t
 
 The rate a = 2^(-8 i / n) (1 - l / (L - 1)) of head i of n in layer l of L has no parameter: ALiBi's slope, smaller in
-later layers. It is the recurrence of Mamba-2 with time steps of 1.
-"""
+later layers. It is the recurrence of Mamba-2 with time steps of 1."""
 
 import functools
 import math

@@ -4,8 +4,7 @@ With `heads` each equal part of the channels makes its own time steps, B and C (
 With `inner_norms` these are normalised (Jamba, Lieber et al. 2024).
 
 Shapes: B samples, S positions, H hidden, R rank of the time steps, N state elements. This rank has d inner channels and
-n heads of w channels.
-"""
+n heads of w channels."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,8 +62,7 @@ class TimeSteps(ColumnLinear):
 class Mamba(nn.Module):
     """x [B, s, H] to its output [B, s, H]: output(scan(silu(conv(u))) * silu(z)).
 
-    With columns all but `zx` and `output` is whole over them, as in Mamba-2.
-    """
+    With columns all but `zx` and `output` is whole over them, as in Mamba-2."""
 
     # See `finished` in engine/deepspeed/buckets.py.
     uses = ("zx", "x_conv.bias", "x_conv.weight", "dt_bc", "norms", "dt", "dt_bias", "A_log", "D", "output")

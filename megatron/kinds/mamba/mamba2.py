@@ -1,8 +1,7 @@
 """Mamba-2 (Dao and Gu 2024), cut over tensor parallel ranks by heads.
 
 Shapes: B samples, S positions, H hidden, h heads of P channels (d = h P), G groups, N state elements, heads of this
-rank unless said otherwise.
-"""
+rank unless said otherwise."""
 
 import functools
 from collections.abc import Callable
@@ -70,8 +69,7 @@ class Mamba2(nn.Module):
 
     Columns cut only the matrices that read or write the stream. Projected channels are summed over columns, so each
     has all heads of its row and scans them again. Convolutions, `A_log`, `D`, `dt_bias` and the gated norm are whole
-    over columns. To cut the heads over columns would send as much, and the grid would have to divide them.
-    """
+    over columns. To cut the heads over columns would send as much, and the grid would have to divide them."""
 
     compiled_parts: tuple[str, ...] = ("_gated", "prepared", "scanned")
     # See `finished` in engine/deepspeed/buckets.py.

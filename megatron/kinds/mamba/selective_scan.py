@@ -7,8 +7,7 @@ Shapes: B samples, S positions, d channels, N state elements per channel.
 
 A chunk of up to `chunk` positions is scanned at a time, in about sqrt(chunk) runs of equal length side by side. The
 scan is first inside the runs, then from run to run. States exist for one chunk only. They are made again for the
-gradient.
-"""
+gradient."""
 
 import math
 from typing import Any
@@ -125,8 +124,7 @@ def scan_of_mamba_ssm(
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_scan` of whole sequences without a past by the kernels of mamba_ssm, loaded at the first call.
 
-    They give no state. A document that ends within a sample is what they cannot do: that is left to torch.
-    """
+    They give no state. A document that ends within a sample is what they cannot do: that is left to torch."""
     if starts_BS is not None:
         return selective_scan(*inputs, chunk=chunk, starts_BS=starts_BS)
     from mamba_ssm.ops.selective_scan_interface import selective_scan_fn

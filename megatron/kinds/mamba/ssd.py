@@ -11,8 +11,7 @@ begin, T to its end, and W through it. With X = dt x, per head and chunk
 
     Y = (C B^T * L) X + E (C S^T) + D x        Z = (T X)^T B        S' = W S + Z
 
-Kernels of packages are loaded at the first call. They take whole sequences without a past.
-"""
+Kernels of packages are loaded at the first call. They take whole sequences without a past."""
 
 from __future__ import annotations
 
@@ -312,8 +311,7 @@ def gated_rows(
     """Queries, keys and values of each head, and the logarithms of its decays.
 
     The state decays to zero at the first token of a document. With bounds of documents the host would wait in each
-    layer for sizes of the kernels' buffers, which depend on them.
-    """
+    layer for sizes of the kernels' buffers, which depend on them."""
     step = F.softplus(at_least_fp32(dt) + dt_bias)
     step = step if limits == (0.0, None) else step.clamp(*limits)
     share = x.shape[2] // B.shape[2]

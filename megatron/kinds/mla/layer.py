@@ -5,8 +5,7 @@
     r = turn(down_r x)            keys with positions, the same for all heads
 
 Shapes: B samples, S positions, H hidden, n heads of this rank, R kv_rank, P rope_dim, N nope_dim, V value_dim. A head's
-queries and keys have their P turned channels first, then the others.
-"""
+queries and keys have their P turned channels first, then the others."""
 
 from collections.abc import Callable
 
@@ -147,8 +146,7 @@ class MLA(nn.Module):
         """The same attention, by `attend`, without the keys and values of earlier tokens.
 
         up_kv is applied to the new tokens' queries and results instead, so that a step of decoding reads R + P numbers
-        per token and not n (P + N + V).
-        """
+        per token and not n (P + N + V)."""
         matrix = self.key_value.matrix().unflatten(0, (self.heads, -1))
         for_keys, for_values = matrix.split([self.options.nope_dim, self.options.value_dim], 1)  # [n, N or V, R]
         own_turned, own = q.split([self.options.rope_dim, self.options.nope_dim], -1)

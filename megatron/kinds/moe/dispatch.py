@@ -7,8 +7,7 @@ crosses the expert axis twice. Where they have slices of the same experts, they 
 are folded over them, they are expert parallel ranks like others, and gather nothing.
 
 Shapes: T tokens, E experts, H hidden, R rows of this rank's tokens, N rows of this rank's experts. There are x expert
-parallel ranks with n = E / x experts each, and t ranks that have slices of the same experts.
-"""
+parallel ranks with n = E / x experts each, and t ranks that have slices of the same experts."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,8 +59,7 @@ class Trip:
 
 class AllToAllDispatch:
     """Rows go to the expert parallel rank that has their expert. On the way back, the parts of ranks with slices are
-    summed.
-    """
+    summed."""
 
     def __init__(self, mesh: Mesh):
         self.expert, self.tensor, self.slices = mesh.expert, mesh.tensor, mesh.expert_tensor
@@ -136,8 +134,7 @@ class AllToAllDispatch:
 def _places(from_txn: Tensor, room: int, total: int) -> Tensor:
     """Places of the rows of this rank's experts among the received rows, sorted by expert, then by origin.
 
-    Received rows are sorted by rank of the slices (`room` rows each), expert parallel rank and expert.
-    """
+    Received rows are sorted by rank of the slices (`room` rows each), expert parallel rank and expert."""
     t, x, n = from_txn.shape
     begin_txn = (from_txn.flatten(1).cumsum(1) - from_txn.flatten(1)).view(t, x, n)
     begin_txn = begin_txn + room * torch.arange(t, device=from_txn.device).view(t, 1, 1)

@@ -1,7 +1,6 @@
 """The experts: one grouped matrix product for all of them.
 
-Shapes: E experts, H hidden, f width of an expert (of this rank's slice of it), R rows sorted by expert.
-"""
+Shapes: E experts, H hidden, f width of an expert (of this rank's slice of it), R rows sorted by expert."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +57,7 @@ class StackedExperts(nn.Module):
 
     Matrices that are cut by their inputs give partial sums. Each rank has the biases of some outputs and adds those.
     With columns, a rank's inputs of the first matrices and its outputs of the second are its channels of the stream.
-    With depth, a rank may have some of the experts and gather the others for its own tokens.
-    """
+    With depth, a rank may have some of the experts and gather the others for its own tokens."""
 
     def __init__(
         self,
@@ -113,8 +111,7 @@ class Experts(nn.Module):
     """Rows [R, H] to down(activation(gate x) * (up x + offset)) of each row's expert, or down(activation(up x)).
 
     Tensor parallel ranks have a slice of every expert's width, and their results are partial sums. Where experts are
-    folded over them, they have whole experts.
-    """
+    folded over them, they have whole experts."""
 
     compiled_parts = ("activated",)
 

@@ -6,8 +6,7 @@ and a thread copies these. It reads the state at hand: the stream before the lay
 token uses the experts that its router chooses, so a prediction changes no result. With `speculate` it uses the
 predicted experts, with weights from the router's scores, and no expert is copied late.
 
-Shapes: T tokens of a pass, H hidden, R rows sorted by expert, E experts, k experts of a token.
-"""
+Shapes: T tokens of a pass, H hidden, R rows sorted by expert, E experts, k experts of a token."""
 
 import tempfile
 from collections.abc import Collection, Sequence
@@ -127,8 +126,7 @@ class HeldExperts(nn.Module):
     def _compute(self, some: Sequence[int], count_E: Sequence[int], pieces: list[Tensor]) -> None:
         """Replace the rows of these experts, in the order of their places, by their results.
 
-        The last expert gets rows of padding, so that no vector of a kernel for CPUs is cut (`PADDED`).
-        """
+        The last expert gets rows of padding, so that no vector of a kernel for CPUs is cut (`PADDED`)."""
         count_of = {self.slots[each]: count_E[each] for each in some}
         more = -sum(count_of.values()) % PADDED
         count_of[self.slots[some[-1]]] += more

@@ -48,8 +48,7 @@ def experts_as_one(theirs: str) -> tuple[Link, ...]:
 def _transposed(interleaved: bool) -> Form:
     """Their matrices are [experts, inputs, outputs], with biases [experts, outputs].
 
-    Interleaved outputs are a number of gate, one of up, and so on. Ours are all of gate, then all of up.
-    """
+    Interleaved outputs are a number of gate, one of up, and so on. Ours are all of gate, then all of up."""
 
     def turned(tensor: Tensor) -> Tensor:
         return tensor.transpose(1, 2) if tensor.dim() == 3 else tensor

@@ -1,7 +1,6 @@
 """The mixture of experts as a feed-forward network: from the stream to the stream.
 
-Shapes: B samples, S positions, s positions of this rank, T = B S tokens, H hidden, E experts, k experts per token.
-"""
+Shapes: B samples, S positions, s positions of this rank, T = B S tokens, H hidden, E experts, k experts per token."""
 
 import math
 from collections.abc import Sequence
@@ -310,8 +309,7 @@ class MoE(nn.Module):
     ) -> tuple[Tensor | None, Tensor]:
         """The channel of auxiliary losses with this layer's, if any, and a micro-batch's numbers for the tally.
 
-        Every tensor parallel rank adds its share: the router's gradients are summed over them.
-        """
+        Every tensor parallel rank adds its share: the router's gradients are summed over them."""
         options = self.options.losses
         losses = auxiliary_losses(share_BE, z_B, summed_BE, tokens, options, self.data)
         row = self.balance.numbers(counts_BE.sum(0), dropped, losses)

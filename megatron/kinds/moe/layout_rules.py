@@ -104,8 +104,7 @@ def spread_experts_fit_the_stage(context: RuleContext) -> Iterator[Problem]:
 def folded_experts_want_equal_shards(context: RuleContext) -> Iterator[Problem]:
     """DeepSpeed's ZeRO fills a bucket with gradients of all kinds and sends it when it is full. Ranks with other
     numbers of elements fill it at other parameters. Where their experts' groups have several such ranks, they would
-    wait for ever.
-    """
+    wait for ever."""
     config = context.config
     vocabulary, ranks = config.model.vocab_size, config.parallel.tensor
     if _folds(context) and context.uses("moe") and config.zero.stage in (1, 2) and vocabulary and vocabulary % ranks:

@@ -4,8 +4,7 @@ The z-loss and the loss per sequence are means over tokens and over sequences: n
 balancing loss multiplies the load of a batch with its mean scores, so its definition depends on the counted tokens.
 These are a micro-batch (of all data parallel ranks, with `over: ranks`).
 
-Shapes: B samples, S positions, T = B S tokens, E experts.
-"""
+Shapes: B samples, S positions, T = B S tokens, E experts."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,7 @@
 """Tokens sorted by expert, and back. Without a capacity no size depends on the data, so the host never waits for the
 device.
 
-Shapes: T tokens, k experts per token, E experts, R rows (a row is one token at one expert), H hidden.
-"""
+Shapes: T tokens, k experts per token, E experts, R rows (a row is one token at one expert), H hidden."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -9,8 +9,7 @@ one. A placement gives each rank E / G experts of each layer. It maximises the t
 x is 0 or 1. The numbers of one layer, given its neighbours' places, are an assignment with capacities. Sweeps of such
 assignments over the layers never lower the sum. They begin the search, and the integer program ends it.
 
-Shapes: L layers, E experts, G ranks, T tokens, k experts of a token.
-"""
+Shapes: L layers, E experts, G ranks, T tokens, k experts of a token."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,7 @@ Shapes: B samples, S positions, T = B S tokens, H hidden, E classes (the experts
 
 Which experts a token uses, and with which weights. Everything here is fp32. Nothing that chooses has a gradient.
 
-Shapes: T tokens, E experts, k experts per token, C tokens per expert.
-"""
+Shapes: T tokens, E experts, k experts per token, C tokens per expert."""
 
 import math
 from dataclasses import dataclass
@@ -131,8 +130,7 @@ def sinkhorn(logits_TE: Tensor, router: RouterOptions) -> Tensor:
     row is balanced.
 
     The number of rounds is fixed: the published tolerance compares numbers of the size of 1/T with 1e-4, and stops
-    after the first round. Logarithms avoid overflow of exponentials in fp32.
-    """
+    after the first round. Logarithms avoid overflow of exponentials in fp32."""
     tokens, experts = (math.log(size) for size in logits_TE.shape)
     column_E = torch.zeros_like(logits_TE[0]) if router.sinkhorn_start == "ones" else -logits_TE.logsumexp(0) - experts
     for _ in range(router.sinkhorn_iterations):
@@ -186,8 +184,7 @@ class MLPRouter(nn.Module):
     """x [B, S, H] to (logits [T, E], the state [B, S, R] for the next router), as in ZAYA1 (Anthony et al. 2025).
 
     state = down(x) + scale * (state of the MoE layer before), logits = out(gelu(fc2(gelu(fc1(norm(state)))))). Between
-    layers the state has the type of the stream, on one rank as on several.
-    """
+    layers the state has the type of the stream, on one rank as on several."""
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MoEOptions, init: Initialisation):
         super().__init__()

@@ -9,8 +9,7 @@ the last rows, and the new keys and values of all layers. The experts of a layer
 A pass with several tokens of one text needs the keys of earlier ones in each layer. There the texts are divided over
 the ranks, and rows return after each layer.
 
-Shapes: T tokens of a pass, n of this rank, H hidden, E experts, k experts of a token, G ranks.
-"""
+Shapes: T tokens of a pass, n of this rank, H hidden, E experts, k experts of a token, G ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -274,8 +273,7 @@ class Staying:
 def place(moe: MoE, experts: Sequence[Sequence[int]]) -> None:
     """Give each expert parallel rank these experts, where they are in order. All ranks call it.
 
-    No other result of the layer changes.
-    """
+    No other result of the layer changes."""
     axis = moe.mesh.expert
     for whole in moe.experts.parameters():
         everyone = whole.new_empty(axis.size * len(whole), *whole.shape[1:])

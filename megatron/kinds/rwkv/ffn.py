@@ -1,7 +1,6 @@
 """The channel mix of RWKV-4 to RWKV-7, cut over tensor parallel ranks by its width.
 
-value(relu(key x_k)^2), in RWKV-4 to 6 times sigmoid(receptance x_r). x_k and x_r mix each token with the one before.
-"""
+value(relu(key x_k)^2), in RWKV-4 to 6 times sigmoid(receptance x_r). x_k and x_r mix each token with the one before."""
 
 import torch
 import torch.nn.functional as F

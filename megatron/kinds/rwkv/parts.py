@@ -3,8 +3,7 @@
 Initial values follow the formulas of the authors' training code. n is a channel of C, l the layer of L. `ratio` runs
 from 0 in the first layer to 1 in the last, `rest` from 1 to 1/L.
 
-Shapes: B samples, S positions, H hidden, m mixes.
-"""
+Shapes: B samples, S positions, H hidden, m mixes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -84,8 +83,7 @@ class LowRank(nn.Module):
     `down` starts at 0, so that at first the matrix does nothing. Both have the role `state`: no weight decay.
 
     With columns `down` reads the stream and is cut, and its few results are summed. `up` is whole over columns: cut by
-    the rank it would need a sum of all its outputs.
-    """
+    the rank it would need a sum of all its outputs."""
 
     def __init__(
         self,

@@ -8,8 +8,7 @@ All exponents are relative to the largest of a token's, so that none overflows a
 positions is scanned at a time, in about sqrt(chunk) runs side by side: inside the runs distance by distance, then from
 run to run.
 
-Shapes: B samples, S positions, H hidden, d channels of this rank, c runs of Q positions.
-"""
+Shapes: B samples, S positions, H hidden, d channels of this rank, c runs of Q positions."""
 
 import math
 from dataclasses import dataclass

@@ -3,8 +3,7 @@
 RWKV-6 is RWKV-5 whose token shift and decays depend on the token.
 
 Shapes: B samples, S positions, H hidden, h heads of N channels (d = h N), heads of this rank unless said otherwise. R
-is the rank of the five matrices of the token shift.
-"""
+is the rank of the five matrices of the token shift."""
 
 import functools
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """RWKV-7 "Goose" (Peng et al. 2025), cut over tensor parallel ranks by heads.
 
-Shapes: B samples, S positions, H hidden, h heads of N channels (d = h N), heads of this rank unless said otherwise.
-"""
+Shapes: B samples, S positions, H hidden, h heads of N channels (d = h N), heads of this rank unless said otherwise."""
 
 import functools
 import math
@@ -53,8 +52,7 @@ class RWKV7(nn.Module):
 
     Columns cut what is a channel of the stream: mixes and token shift, and the inputs of the matrices that read it.
     Vectors of the heads' channels, their norm and the first values are whole over columns, which all scan their row's
-    heads.
-    """
+    heads."""
 
     indexed = True  # the first layer of the kind has no blend
     compiled_parts = ("mixed", "factors", "finished")

@@ -6,8 +6,7 @@ Shapes: B samples, S positions, h heads of N channels, c runs of Q positions. Pe
     S_t = diag(w_t) S_{t-1} + k_t^T v_t           w = exp(-exp(decay)), anything between 0 and 1
 
 A piece of up to `chunk` positions is scanned at a time, in about sqrt(chunk) runs side by side. Inside the runs the
-scan goes distance by distance, with products of decays that cannot overflow. Then it goes from run to run.
-"""
+scan goes distance by distance, with products of decays that cannot overflow. Then it goes from run to run."""
 
 from typing import Any
 
@@ -28,8 +27,7 @@ def inside_runs(r_BcQhN: Tensor, k_BcQhN: Tensor, v_BcQhN: Tensor, log_w_BcQhN: 
 
         y_t = sum_d s_td v_{t-d}          s_td = sum_N r_t k_{t-d} P_d
 
-    Keeps Q / 2 numbers per channel and token for the gradient, so `recomputed` should call it.
-    """
+    Keeps Q / 2 numbers per channel and token for the gradient, so `recomputed` should call it."""
     if torch.is_grad_enabled():
         return _Inside.apply(r_BcQhN, k_BcQhN, v_BcQhN, log_w_BcQhN, runs)
     return _inside(r_BcQhN, k_BcQhN, v_BcQhN, log_w_BcQhN, runs)

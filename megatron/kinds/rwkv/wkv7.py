@@ -119,8 +119,7 @@ def _decays_gradient(of_readers: Tensor, of_writers: Tensor, of_states: Tensor, 
     """Gradients of the logarithms, [m, Q, N]: a factor's gradient times the factor is a term of all decays up to its
     own.
 
-    It overwrites its arguments.
-    """
+    It overwrites its arguments."""
     Q, n = chunks.inverse.shape[-1], len(chunks.states) - len(chunks.left)
     by_reader, by_writer = of_readers.mul_(chunks.readers), of_writers.mul_(chunks.writers)
     of_total = by_reader[:, Q:].sub_(by_writer[:, :Q]).sub_(by_writer[:, Q:])

@@ -7,8 +7,7 @@
 Calls use `blocks` sets of shared weights in turn. Each call has its own output matrix [H, H]. With `adapter_rank` it
 has its own low-rank additions to the MLP's first matrix and to queries, keys and values (LoRA, Hu et al. 2021).
 
-Shapes: B samples, s positions of this rank, S positions, H hidden.
-"""
+Shapes: B samples, s positions of this rank, S positions, H hidden."""
 
 from dataclasses import replace
 

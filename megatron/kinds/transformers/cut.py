@@ -1,7 +1,6 @@
 """Tensor parallel slices of a class of transformers, by its own plan: our sharded layers take the places of its own.
 
-A plan names modules or parameters, with a style for each. All others stay whole on every rank.
-"""
+A plan names modules or parameters, with a style for each. All others stay whole on every rank."""
 
 import re
 from collections.abc import Callable

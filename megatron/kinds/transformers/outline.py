@@ -2,8 +2,7 @@
 
 Each stage calls the class's own pass, which makes masks and rotary angles from positions. Blocks of other stages pass
 their input on, and the one before the first own block gives what the stage received. Embedding and last norm have
-stand-ins without memory where another stage has them.
-"""
+stand-ins without memory where another stage has them."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,6 @@
 """Checks of a model of transformers before it is trained: its logits follow from one matrix, and it is causal.
 
-The loss is then computed from the input of that matrix, in chunks, so whole logits never exist.
-"""
+The loss is then computed from the input of that matrix, in chunks, so whole logits never exist."""
 
 import math
 from collections.abc import Iterator

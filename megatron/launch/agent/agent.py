@@ -1,8 +1,7 @@
 """The agent: one per host, it starts the host's ranks, passes on what they say, and ends them.
 
 It is started by a command that is the same for every job. The job comes over its input, which then stays open: its end
-means that the launcher is gone. One thread and one event loop, so that nothing can race.
-"""
+means that the launcher is gone. One thread and one event loop, so that nothing can race."""
 
 import os
 import selectors

@@ -3,8 +3,7 @@
 The doctor starts it on every host. A host is an outlier whose rate is below the median of the others by more than a
 factor. Rates are the best of a few repetitions, since other work of a host makes it slower, never faster. In a pair
 either side may be to blame. Each host therefore meets others in up to three rounds and counts by its best pair. Without
-torch.
-"""
+torch."""
 
 import ctypes
 import importlib.metadata

@@ -1,8 +1,7 @@
 """The launch section, before anything else can be checked.
 
 The number of ranks follows from the hosts, and the hosts from this section. The rest of the configuration is then
-resolved for that number.
-"""
+resolved for that number."""
 
 from collections.abc import Sequence
 

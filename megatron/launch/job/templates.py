@@ -37,8 +37,7 @@ def job_script(kind: str, plan: JobPlan) -> str:
 def submit(plan: JobPlan, really: bool) -> int:
     """Write the Slurm job script, and submit it if asked to.
 
-    Only a job that is submitted here gets the run's directory, for the script and Slurm's output.
-    """
+    Only a job that is submitted here gets the run's directory, for the script and Slurm's output."""
     run, directory = plan.resolved.config.run, Path(plan.job.directory)
     if not really:
         path = directory / f"{Path(run.dir).name or 'job'}.sbatch"

@@ -76,8 +76,7 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
     """The failure that came first. A rank's own end beats the loss of its host at the same moment.
 
     A rank that complains of a lost peer may do so before the peer's agent, on a busy host, has noticed the failure.
-    Where a rank was killed or failed for a reason of its own at about that time, its failure came first.
-    """
+    Where a rank was killed or failed for a reason of its own at about that time, its failure came first."""
     failures = sorted(failures, key=lambda each: (each.time, each.rank is None, each.rank or 0))
     if not failures or not COMPLAINT.search(failures[0].text):
         return failures[0] if failures else None
@@ -252,8 +251,7 @@ class RankConsole:
     """Writes ranks' output: whole lines with `[host:rank]` in front, or rank 0's text as it is.
 
     Rank 0's own text may stop in the middle of a line (`print` without buffering writes the line's end by itself). The
-    others' lines wait for that end, but not longer than `PATIENCE`. A status line has no end: they go above it.
-    """
+    others' lines wait for that end, but not longer than `PATIENCE`. A status line has no end: they go above it."""
 
     def __init__(self, plain: bool) -> None:
         self.plain = plain

@@ -1,7 +1,6 @@
 """Hosts reached by MPI, one agent each: Open MPI's mpirun, or MPICH's mpiexec (hydra).
 
-mpirun gives its input to one rank only, so the agents call back.
-"""
+mpirun gives its input to one rank only, so the agents call back."""
 
 from __future__ import annotations
 

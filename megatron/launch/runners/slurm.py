@@ -1,8 +1,7 @@
 """The hosts of the Slurm allocation we are in, by one srun with one agent per host: no ssh, no hostfile.
 
 srun gives its input to every task and brings their output back, so nothing else is needed. It must never get a TERM
-itself (it would kill its tasks at once): signals go to the agents, over its input.
-"""
+itself (it would kill its tasks at once): signals go to the agents, over its input."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """This machine by a child of the launcher, and hosts by ssh (a connection each) or pdsh (one command for all).
 
 pdsh carries no input, so its agents call the launcher. The address and secret for that are in a file, which must be on
-a disk that all hosts share. ssh needs none: its input and output are the agent's.
-"""
+a disk that all hosts share. ssh needs none: its input and output are the agent's."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A rank inside a collective waits for the members of the group with fewer calls in the group. Following these arrows from
 rank to rank ends at one that does not wait (it computes, reads, or is stopped), or in a circle. If all have come and
-none gets on, they have not called the same thing, or the network between them is cut.
-"""
+none gets on, they have not called the same thing, or the network between them is cut."""
 
 from __future__ import annotations
 

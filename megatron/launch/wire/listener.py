@@ -5,8 +5,7 @@ credentials are in an environment variable, or in a file of mode 0600 on a share
 
 Anybody on the network can call, so no caller may hold up or end the run. Threads of their own serve callers. Each has
 one short line and a few seconds for it, and their number is limited. The sockets exist from the launcher's start
-until all agents are in, on the addresses that the hosts use, and on no others.
-"""
+until all agents are in, on the addresses that the hosts use, and on no others."""
 
 import hmac
 import json

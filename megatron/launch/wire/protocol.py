@@ -5,8 +5,7 @@ launcher: `address`, `ready`, `bound`, `output`, `exit`, `tail`, `signalled`, `p
 `problem`, `warning`, `beat`. Every message of an agent names its host by index.
 
 Lines of an agent stay under 1000 bytes: srun carries output in messages of 1024 bytes, and a longer line of one
-host could be torn by one of another.
-"""
+host could be torn by one of another."""
 
 import json
 import os

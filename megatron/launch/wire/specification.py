@@ -98,8 +98,7 @@ class Specification:
 
     def to_message(self, index: int | None) -> dict[str, Any]:
         """The message for host `index`, with its seat. None is one message for all, with all hosts: each agent knows
-        its index or name.
-        """
+        its index or name."""
         if index is None:
             told: dict[str, Any] = {"hosts": [dataclasses.asdict(host) for host in self.hosts]}
         else:

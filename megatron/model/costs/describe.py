@@ -23,8 +23,7 @@ class LayerCosts:
     """One layer of the list [embedding, blocks..., head].
 
     A block of a recurrent core has the costs of all its passes, but its parameters once. The head has the modules that
-    predict further tokens, which only training runs.
-    """
+    predict further tokens, which only training runs."""
 
     name: str  # prefix of its logical names
     kind: str  # "embedding", "head", or the block's pattern
@@ -121,8 +120,7 @@ def layers_table(config: Config) -> list[dict[str, Any]]:
     """One row per layer.
 
     FLOPs are of the forward pass per token. Activations are of one micro-batch, of all tensor parallel ranks together.
-    The decoding state is of one sample of training.sequence_length tokens.
-    """
+    The decoding state is of one sample of training.sequence_length tokens."""
     size, tokens = SIZES[config.precision.compute], config.training.micro_batch_size * config.training.sequence_length
     return [
         {

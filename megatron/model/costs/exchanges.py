@@ -2,8 +2,7 @@
 
 A kind whose layers read tokens of other ranks has a static method `exchanges(model, options, around)`. It gives the
 messages of one micro-batch, forward and backward, as a list of `LayerMessage`. `around` is the rank's place and its
-share of the tokens. Layers that compute token by token need none. Sizes are nccl-tests' S, as in accounts.
-"""
+share of the tokens. Layers that compute token by token need none. Sizes are nccl-tests' S, as in accounts."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -382,8 +382,7 @@ def _block(tally: Messages, passes: CallRecorder, config: Config, index: int, of
 def stops_early(model: ModelSection, pattern: BlockPattern) -> bool:
     """Whether a block's repetition ends with its last layer's last matrix product.
 
-    Where that layer's sum is only added to the stream, the backward pass needs no later tensor, and not the sum.
-    """
+    Where that layer's sum is only added to the stream, the backward pass needs no later tensor, and not the sum."""
     kind = pattern.layers[-1]
     layer, residual = layer_class(model, kind), model.residual
     normed = residual.norm in ("both", "sandwich") or reads_stream(model, pattern)

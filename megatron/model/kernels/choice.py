@@ -6,8 +6,7 @@ through states. Torch is the tested default and needs no package. `model.kernels
 FlashAttention 3 in place of torch's own kernels, where a run asks for it (`model.fused_attention.flash: fa3`).
 
 torch has no kernels of FlashAttention 3 (Shah et al. 2024, arXiv:2407.08608), but can call its package
-(`flash_attn_interface`), only on Hopper. That is a setting of the process.
-"""
+(`flash_attn_interface`), only on Hopper. That is a setting of the process."""
 
 from __future__ import annotations
 

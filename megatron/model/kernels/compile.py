@@ -128,8 +128,7 @@ def compile_forward(block: Block, config: Config, device: torch.device | str) ->
     """Compile the block's forward pass, or parts of it, where the run does. Decoding, whose shapes change, stays as it
     is.
 
-    Call it before recomputation is added: a block that runs again runs its compiled form.
-    """
+    Call it before recomputation is added: a block that runs again runs its compiled form."""
     extent, _ = choose_compilation(config, device)
     if extent == "off":
         return
@@ -199,8 +198,7 @@ def _options(config: Config, device: torch.device | str) -> dict[str, Any] | Non
 
     On GPUs inductor sums the gradients of a norm's weight and bias in its loop over channels ("mix order"). With two
     norms of one input, another loop then reads the same tensors for the input's gradient. So this saves no bytes, and
-    each of the four sums is finished by two kernels in place of one.
-    """
+    each of the four sums is finished by two kernels in place of one."""
     if torch.device(device).type == "cpu":
         return {"cpp.max_horizontal_fusion_size": 1} if config.precision.compute != "fp32" else None
     options: dict[str, Any] = {"triton.cudagraphs": True} if graphs(config, device) else {}

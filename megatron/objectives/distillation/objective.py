@@ -1,7 +1,6 @@
 """Distillation: the student learns from a frozen teacher's distribution of each next token, and from the token itself.
 
-Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network" (2015), arXiv 1503.02531.
-"""
+Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network" (2015), arXiv 1503.02531."""
 
 from __future__ import annotations
 

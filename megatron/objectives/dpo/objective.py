@@ -3,8 +3,7 @@
 DPO (Rafailov et al. 2023, arXiv 2305.18290), its conservative and robust forms (Mitchell 2023, Chowdhury et al. 2024,
 arXiv 2403.00409), IPO (Azar et al. 2023, arXiv 2310.12036), SLiC's hinge (Zhao et al. 2023, arXiv 2305.10425), SimPO
 (Meng et al. 2024, arXiv 2405.14734), ORPO (Hong et al. 2024, arXiv 2403.07691) and the term of RPO (Pang et al. 2024,
-arXiv 2404.19733).
-"""
+arXiv 2404.19733)."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class PreferencePairs(Objective):
     o is the logarithm of the odds ratio of both answers, of probabilities exp(mean log-probability of a label).
     `sft_weight` is the factor of the mean cross-entropy of all labels of chosen answers in a step.
 
-    Sequences 0 and 1 of a sample are the chosen and the rejected one of its first pair, 2 and 3 of the next.
-    """
+    Sequences 0 and 1 of a sample are the chosen and the rejected one of its first pair, 2 and 3 of the next."""
 
     reports = ("preference_accuracy", "preference_margin")
 

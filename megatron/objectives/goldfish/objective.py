@@ -1,8 +1,7 @@
 """The goldfish loss: some labels never count, so that no passage can be learned by heart as a whole.
 
 Hans et al., "Be like a Goldfish, Don't Memorize!" (2024), arXiv 2406.10209. The model still reads a masked label as
-input. The loss is the mean over the labels that count.
-"""
+input. The loss is the mean over the labels that count."""
 
 from __future__ import annotations
 

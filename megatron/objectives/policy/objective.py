@@ -3,8 +3,7 @@
 REINFORCE (Williams 1992), RLOO (Ahmadian et al. 2024, arXiv 2402.14740), PPO's clip with GRPO's mean (Schulman et al.
 2017, arXiv 1707.06347, Shao et al. 2024, arXiv 2402.03300), the means of Dr. GRPO (Liu et al. 2025, arXiv 2503.20783)
 and DAPO (Yu et al. 2025, arXiv 2503.14476), GSPO (Zheng et al. 2025, arXiv 2507.18071), CISPO (MiniMax 2025, arXiv
-2506.13585). k1, k2 and k3 are the estimators of Schulman, "Approximating KL Divergence" (2020).
-"""
+2506.13585). k1, k2 and k3 are the estimators of Schulman, "Approximating KL Divergence" (2020)."""
 
 from __future__ import annotations
 

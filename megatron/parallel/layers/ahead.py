@@ -6,8 +6,7 @@ it, also where that raises, so no update of the weights, no other micro-batch an
 first matrix of a block has none to travel under: a block waits for its updated weights when it begins.
 
 A pass that takes another matrix than the one before it did waits for the gather in vain, and gathers at each product
-from there on. All ranks of an axis make the same passes, so they begin the same gathers.
-"""
+from there on. All ranks of an axis make the same passes, so they begin the same gathers."""
 
 import functools
 from collections.abc import Sequence

@@ -9,8 +9,7 @@ The gradient of the weights is a product of the gathered tensor, and needs no me
 These messages of a GPU go through no process group. This module reports them to the account as gathers and scatters.
 On other devices the same numbers are gathered, multiplied and scattered one after another.
 
-Shapes: B batch, S sequence, s = S / t of each of the t ranks, K inputs and N outputs of a matrix, H of the stream.
-"""
+Shapes: B batch, S sequence, s = S / t of each of the t ranks, K inputs and N outputs of a matrix, H of the stream."""
 
 import importlib
 import os
@@ -56,8 +55,7 @@ def check_async_tensor(axis: Axis, device: torch.device | str) -> None:
 def gathered_through(x_BsH: Tensor, matrices_NH: Sequence[Tensor], axis: Axis) -> tuple[Tensor, list[Tensor]]:
     """The whole sequence, [B, S, H], and its product with each matrix transposed, [B, S, N].
 
-    The gradients of the ranks are summed, and each rank gets its part.
-    """
+    The gradients of the ranks are summed, and each rank gets its part."""
     x_BSH, *products = _Gathered.apply(axis, x_BsH, *matrices_NH)
     return x_BSH, products
 

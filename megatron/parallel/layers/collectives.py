@@ -5,8 +5,7 @@ the residual stream is whole on every rank or, with sequence parallelism, cut al
 begin and end a region. The backward pass of each is the forward pass of the other (Shoeybi et al. 2019, section 3,
 Korthikanti et al. 2022, section 4.2).
 
-Shapes: B batch, S sequence, H hidden, t the tensor parallel size.
-"""
+Shapes: B batch, S sequence, H hidden, t the tensor parallel size."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -176,8 +175,7 @@ def swap(axis: Axis, sent: Sequence[tuple[int, Tensor]], received: Sequence[tupl
 
     The numbers are their places less this rank's, modulo the size of the axis.
 
-    Sends and receives are complete after their `wait`. All ranks must call it in the same order.
-    """
+    Sends and receives are complete after their `wait`. All ranks must call it in the same order."""
 
     def peer(by: int) -> int:
         return axis.ranks[(axis.rank + by) % axis.size]

@@ -5,8 +5,7 @@ layout. Only this module decides which rank has which tokens. In a contiguous cu
 runs. In a zigzag cut it has the r-th run and the r-th from the end of 2 c, so that causal attention is the same work
 for all. In a sequence that layers compute in chunks, it has the r-th run of every chunk.
 
-Shapes: B samples, S positions of the whole sequence, s = S / c positions of this rank.
-"""
+Shapes: B samples, S positions of the whole sequence, s = S / c positions of this rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

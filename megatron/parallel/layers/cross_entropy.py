@@ -14,8 +14,7 @@ forward pass of fp16 therefore divides the weights by the largest one, and the b
 An `OwnLoss` computes another loss from the logits: a divergence from a teacher, or the cost of an objective that reads
 logits (both in `objective_logits.py`).
 
-Shapes: N tokens, H hidden, V vocabulary, t tensor parallel ranks, C tokens in a chunk.
-"""
+Shapes: N tokens, H hidden, V vocabulary, t tensor parallel ranks, C tokens in a chunk."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,8 +92,7 @@ def _logits(product_CV: Tensor, bias_V: Tensor | None, options: LossOptions) -> 
 def own_labels(local_C: Tensor, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
     """(whether this rank has the label [C], the column of the label [C, 1]), of labels counted from its first row.
 
-    Labels of other ranks have the nearest column.
-    """
+    Labels of other ranks have the nearest column."""
     words = logits_CV.shape[1]
     return (local_C >= 0) & (local_C < words), local_C.clamp(0, max(0, words - 1)).unsqueeze(1)
 
@@ -108,8 +106,7 @@ def _chunk_memory(tokens: int, words: int, dtype: torch.dtype) -> Tensor:
     """Memory on CPU that is kept for the next chunk and step: of the logits of a chunk, and of some rows in fp32.
 
     The C library returns so large a block at once, and the kernel clears the next one page by page: 8 to 14 % of the
-    time of the loss. On GPUs torch keeps the memory.
-    """
+    time of the loss. On GPUs torch keeps the memory."""
     kept = torch.empty(tokens, words, dtype=dtype)
     use_large_pages([kept])
     return kept
@@ -213,8 +210,7 @@ class Gradients:
     """Accumulators of the gradients of the sum of losses.
 
     The weight's gradient is a sum over chunks in fp32. With a single chunk it has the type of the weight at once,
-    except in fp16, which cannot hold it before it is scaled. A frozen head has none.
-    """
+    except in fp16, which cannot hold it before it is scaled. A frozen head has none."""
 
     def __init__(self, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, chunks: int, of_head: bool = True):
         self.of_head = of_head
@@ -287,8 +283,7 @@ def _slope(logits: Tensor, softcap: float) -> Tensor:
 def _passes() -> tuple[Fallback, Callable, Callable, Callable]:
     """(whether the compiler has failed, the three passes over a chunk's logits, each one kernel).
 
-    They move 8 bytes per logit in bf16, where single operations move about 50.
-    """
+    They move 8 bytes per logit in bf16, where single operations move about 50."""
     fallback = Fallback("the loss runs as single operations")
     functions = (_largest, _total, _gradient)
     largest, total, gradient = (fallback.of(torch.compile(each, dynamic=False), each) for each in functions)
@@ -334,8 +329,7 @@ class _Chunks:
         """By single operations.
 
         A CPU computes with some rows of logits at a time. In 16 bits only these rows exist in fp32. Their gradients
-        replace the product.
-        """
+        replace the product."""
         x_CH, words = self.x_NH[part], self.weight_VH.shape[0]
         tokens, on_cpu = x_CH.shape[0], x_CH.device.type == "cpu"
         out = wide = None

@@ -11,8 +11,7 @@ the backend can, the gather of the forward pass travels under the product before
 messages of the backward pass under its two products. The matrix is gathered while its gradient is multiplied. That
 gradient is summed while the input's is multiplied.
 
-Shapes: T tokens of this rank, n ranks, N outputs, M inputs, R = N / n rows of a run.
-"""
+Shapes: T tokens of this rank, n ranks, N outputs, M inputs, R = N / n rows of a run."""
 
 from collections.abc import Callable
 from typing import Any

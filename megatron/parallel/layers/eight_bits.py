@@ -8,8 +8,7 @@ type of x, weights and their gradients the type of the run.
 
 `torch._scaled_mm` multiplies: on NVIDIA GPUs in their 8-bit units, on CPUs the same numbers, slowly.
 
-Shapes: T tokens, N outputs, K inputs.
-"""
+Shapes: T tokens, N outputs, K inputs."""
 
 from collections.abc import Callable
 from typing import Any

@@ -9,8 +9,7 @@ stores the run.
 
 With n ranks, each sends (n - 1) / n of N M numbers in the forward pass, and twice this number in the backward pass.
 
-Shapes: T tokens of this rank, n ranks, N outputs, M inputs, R = N / n rows of a run.
-"""
+Shapes: T tokens of this rank, n ranks, N outputs, M inputs, R = N / n rows of a run."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -14,8 +14,7 @@ The file also has log-probabilities of given tokens over a vocabulary cut by row
 No tensor is larger than a chunk of logits, and only numbers per token cross the tensor axis. All numbers are fp32, as
 in the loss (`cross_entropy`).
 
-Shapes: N positions, H hidden, V vocabulary, t tensor parallel ranks.
-"""
+Shapes: N positions, H hidden, V vocabulary, t tensor parallel ranks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

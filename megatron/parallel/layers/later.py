@@ -32,8 +32,7 @@ Waiting = list[tuple[Tensor, Rule, Tensor, Tensor]]  # weight, input, gradient o
 class LaterGradients:
     """Products of a rank's layers, and the factors of gradients that wait.
 
-    Autograd does not know the weight: a hook on a gradient that is not there yet would run otherwise.
-    """
+    Autograd does not know the weight: a hook on a gradient that is not there yet would run otherwise."""
 
     def __init__(self) -> None:
         self.waiting: Waiting = []

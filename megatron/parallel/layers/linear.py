@@ -165,8 +165,7 @@ class PartialLinear(nn.Module):
 class WholeLinear(nn.Module):
     """[..., s, inputs] to [..., s, outputs] outside of tensor regions. Every rank has the whole matrix.
 
-    With sequence parallelism each rank sees part of the positions, and the gradient is summed over the ranks.
-    """
+    With sequence parallelism each rank sees part of the positions, and the gradient is summed over the ranks."""
 
     def __init__(self, make: ParameterFactory, inputs: int, outputs: int, *, init: Init, role: Role = Role.OUTPUT):
         super().__init__()

@@ -18,8 +18,7 @@ which falls with 1 / T**2). c, E, Z and z are as in `cross_entropy`. The gradien
 Logits of both models exist for one chunk of tokens at a time. Tensor parallel ranks that share the vocabulary send the
 largest logits of a chunk in one message, and the sums in another.
 
-Shapes: N tokens, H hidden (each model its own), V vocabulary, t tensor parallel ranks, C tokens in a chunk.
-"""
+Shapes: N tokens, H hidden (each model its own), V vocabulary, t tensor parallel ranks, C tokens in a chunk."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

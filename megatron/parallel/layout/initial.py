@@ -4,8 +4,7 @@ A tensor is cut into tiles of fixed size. Each tile has its own counter-based st
 tile), so any shard of any layout has the same values. A rank makes only the tiles that overlap its shard, and needs
 memory for one more tile in each thread. Orthogonal matrices are the
 exception: each element depends on all others, so a rank makes the whole of each matrix that it has a part of, one after
-the other.
-"""
+the other."""
 
 import hashlib
 import itertools
@@ -134,8 +133,7 @@ def _draw(init: Init, stream: np.random.Generator, shape: tuple[int, ...]) -> np
 
 def _fill_orthogonal(out: np.ndarray, tensor: LogicalTensor, gain: float, seed: int, spans: list[list[Span]]) -> None:
     """Each fused matrix, and each expert's, gets orthonormal rows or columns, whichever are fewer (Saxe et al.
-    2013).
-    """
+    2013)."""
     rows = 1 if tensor.stacked else 0  # the dimension along which matrices are fused
     shape, matrices = tensor.shape[rows:], tensor.matrices or (tensor.shape[rows],)
     number = 0

@@ -41,8 +41,7 @@ class Layout:
     experts, so experts are spread over the same ranks. Tokens travel to them, or each rank gathers whole experts too
     (`gathers_experts`).
 
-    Tensor parallel ranks may be a grid. `columns` neighbours among them have other channels of the residual stream.
-    """
+    Tensor parallel ranks may be a grid. `columns` neighbours among them have other channels of the residual stream."""
 
     tensor: int = 1
     data: int = 1

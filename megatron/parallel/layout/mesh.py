@@ -130,8 +130,7 @@ class Mesh:
 def stage_axis(mesh: Mesh) -> Axis:
     """The ranks of this rank's pipeline stage, which hold parts of the same layers. All of them call it together.
 
-    It makes a group unless one of the mesh's axes has these ranks.
-    """
+    It makes a group unless one of the mesh's axes has these ranks."""
     layout, at = mesh.layout, mesh.at
     if layout.replicas * layout.tensor == 1:
         return ALONE
@@ -160,8 +159,7 @@ def new_group(
 def limit_groups(timeout: timedelta) -> None:
     """Give every process group of this rank the timeout, also groups that a library has made without one.
 
-    On gloo the error comes after that time. With NCCL its watchdog ends the process.
-    """
+    On gloo the error comes after that time. With NCCL its watchdog ends the process."""
     for group in dist.distributed_c10d._world.pg_map:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -27,8 +27,7 @@ def type_name(dtype: torch.dtype) -> str:
 def at_least_fp32(x: Tensor) -> Tensor:
     """x in fp32 where its type is narrower, else as it is: for decays, routers, norms and losses.
 
-    A model whose parameters are float64 computes in float64 throughout, as in comparisons of tests.
-    """
+    A model whose parameters are float64 computes in float64 throughout, as in comparisons of tests."""
     return x.to(wide_type(x.dtype))
 
 
@@ -55,8 +54,7 @@ def exp_(x: Tensor) -> Tensor:
     torch calls MKL for exp of fp32 on CPUs. On processors of AMD it takes 0.66 ns a number, and torch's own exp2 0.16
     ns (Zen 5). Rounding of factor and product changes a result by at most |x| 1.2e-7 of it. Rounding of a logit x and
     of the largest one changes their difference by the same amount. Numbers that do not fill a vector are rounded in
-    another way by exp2, so rows must fill theirs, as the rows of padded vocabularies do.
-    """
+    another way by exp2, so rows must fill theirs, as the rows of padded vocabularies do."""
     if x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() and x.shape[-1] % _VECTORS == 0:
         return x.mul_(math.log2(math.e)).exp2_()
     return x.exp_()

@@ -3,8 +3,7 @@
 A draw's key is (seed, site, sample number), and its counter is the element's place in the *logical* tensor. So
 recomputation, pipeline cuts, tensor parallel slices, micro-batch sizes and restarts change nothing, and CPU and
 GPU agree bit for bit. The mixer is a 32-bit integer hash with full avalanche (the "lowbias32" family, C. Wellons
-2018), applied twice with different keys. All arithmetic is int64 modulo 2**32, which every device has.
-"""
+2018), applied twice with different keys. All arithmetic is int64 modulo 2**32, which every device has."""
 
 import hashlib
 

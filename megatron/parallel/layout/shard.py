@@ -8,8 +8,7 @@ Where the residual stream is cut over columns (`parallel.columns`), a matrix is 
 directions, over a grid of ranks.
 
 Dimension 0 of a tensor of experts counts them, and no tensor parallel rank cuts it. An expert parallel rank has a run
-of experts: a run of the flattened shard, and so a fragment, as under ZeRO. A run of a matrix's rows is the same.
-"""
+of experts: a run of the flattened shard, and so a fragment, as under ZeRO. A run of a matrix's rows is the same."""
 
 from dataclasses import dataclass, field
 from enum import Enum

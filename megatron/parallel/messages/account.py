@@ -6,8 +6,7 @@ dictionary look-ups. Groups of one rank are skipped.
 
 `size` is S of nccl-tests in bytes: the whole result of an all-gather, the whole input of a reduce-scatter and an
 all-to-all, else the tensor. `wire_bytes` is the number of bytes that a rank then sends with a ring. Where hosts are
-known, the bytes to other hosts are counted separately (`crossing_bytes`).
-"""
+known, the bytes to other hosts are counted separately (`crossing_bytes`)."""
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -63,8 +62,7 @@ def group_name(ranks: Sequence[int], layout: Layout, at: Coordinates) -> str:
     """The axis of the rank at `at` that has these ranks, or the axes on which they differ.
 
     A group that is several axes at once has the first name of tensor, context, data, pipeline, expert, expert_data,
-    world.
-    """
+    world."""
     ranks = sorted(ranks)
     lines = {name: [replace(at, **{name: index}) for index in range(getattr(layout, name))] for name in AXES}
     if layout.columns > 1:

@@ -1,8 +1,7 @@
 """Measured times of collectives on a machine: the `collectives` of a machine.yml. No torch.
 
 Sizes are nccl-tests' S. `algorithm bandwidth` is S over the time. `bus bandwidth` is the same times the operation's
-factor (PERFORMANCE.md of nccl-tests), which is comparable with the speed of a link.
-"""
+factor (PERFORMANCE.md of nccl-tests), which is comparable with the speed of a link."""
 
 import math
 from bisect import bisect_right
@@ -34,8 +33,7 @@ class CostCurve:
         """Seconds of one operation of `size` bytes.
 
         Between points the logarithm of the time is linear in that of the size. Below the first point the time is its
-        time. Above the last one the bandwidth is that of the last two points, or of the last where times fall.
-        """
+        time. Above the last one the bandwidth is that of the last two points, or of the last where times fall."""
         sizes = [point[0] for point in self.points]
         if size <= sizes[0]:
             return self.points[0][2]
@@ -116,8 +114,7 @@ def choose_curve(
 ) -> CostCurve | None:
     """The curve for an operation in groups of `ranks` ranks on `hosts` hosts.
 
-    A curve with the group's name comes first, then the one with the most groups at the same time, as in a run.
-    """
+    A curve with the group's name comes first, then the one with the most groups at the same time, as in a run."""
     found = [each for each in curves if (each.operation, each.ranks, each.hosts) == (operation, ranks, hosts)]
     return max(found, key=lambda each: (each.group == group, each.together), default=None)
 

@@ -2,8 +2,7 @@
 
 A layer wraps some of the methods while it is installed. The choice of an algorithm comes before the account, in every
 order of installation, so that the account counts the messages that are sent. Shared memory comes after it: it is
-another way for the same message.
-"""
+another way for the same message."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -2,8 +2,7 @@
 
 Marks are taken at the call, when the call returns, when the operation is complete (a callback of its future) and
 around `Work.wait`. On a CPU a mark is the time. On an accelerator it is an event on the current stream, whose time is
-read after the step. The callback of an operation runs with a stream that waits only for it.
-"""
+read after the step. The callback of an operation runs with a stream that waits only for it."""
 
 import time
 from collections import deque
@@ -287,8 +286,7 @@ def find_latest(timed: Sequence[Timed], device: torch.device | str = "cpu") -> N
 
     The n-th collective of a group is the same on all its members, and the n-th message that one rank sends is the n-th
     that the other receives. Where the numbers differ, `latest` stays None. Every rank visits its groups, and then its
-    pairs, in the same order, so no ranks wait for each other in a circle.
-    """
+    pairs, in the same order, so no ranks wait for each other in a circle."""
     groups: dict[tuple, list[Timed]] = {}
     pairs: dict[tuple, list[Timed]] = {}
     for each in timed:

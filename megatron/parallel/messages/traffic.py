@@ -95,8 +95,7 @@ SPLIT, LATER = "split", "later"  # kinds of messages that a table of algorithms 
 class Messages:
     """Predicted messages by call and size, by which a table of algorithms chooses.
 
-    Iterates as a `Tally`, with an entry for each size.
-    """
+    Iterates as a `Tally`, with an entry for each size."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[Call, int, str], int] = {}

@@ -3,8 +3,7 @@
 The functions are replaced during a run, in the modules of torch that have them, so that calls of libraries (DeepSpeed,
 torch's own gathering of objects) are written too. A call costs one or two microseconds more. On gloo a call returns
 with its result, so the time inside is the time of waiting for others. With NCCL it returns when the operation is
-queued.
-"""
+queued."""
 
 import inspect
 from collections.abc import Callable, Iterator

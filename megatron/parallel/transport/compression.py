@@ -7,8 +7,7 @@ and every rank decodes the same bytes.
 `int8_block` has blocks of 256 with the largest magnitude as 127. `top_k` sends the largest of every 32 values as they
 are. Both keep their errors (the part that rounding and choice drop), and add them to the next values of the same tensor
 (error feedback, Seide et al. 2014, Karimireddy et al. 2019, arXiv 1901.09847). So the sums of many steps differ from
-exact ones by the last errors only. `bf16` and `fp16` only round, and keep no errors.
-"""
+exact ones by the last errors only. `bf16` and `fp16` only round, and keep no errors."""
 
 from collections.abc import Callable
 from functools import partial

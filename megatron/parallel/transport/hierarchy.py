@@ -10,8 +10,7 @@ may also exchange whole parts with log n hosts in turn (NVRAR, arXiv 2511.09557)
 In three levels, a host is a pair of ranks with the fastest link. The ranks at the same place of each pair do the same
 again among the real hosts, with the grid `outer`.
 
-Shapes: n hosts, l ranks of a host, b elements of a block, n l ranks of a group.
-"""
+Shapes: n hosts, l ranks of a host, b elements of a block, n l ranks of a group."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -244,8 +243,7 @@ def _reduce_between(part: Tensor, whole: Tensor, grid: HostGrid, algorithm: str,
 def doubling(n: int, rank: int) -> list[tuple[int | None, int | None]]:
     """(to, from) of each message of a rank in the sum by recursive doubling over n hosts.
 
-    The hosts beyond a power of two give their parts to others first, and get the sum at the end.
-    """
+    The hosts beyond a power of two give their parts to others first, and get the sum at the end."""
     even = 1 << n.bit_length() - 1
     if rank >= even:
         return [(rank - even, None), (None, rank - even)]
@@ -256,8 +254,7 @@ def doubling(n: int, rank: int) -> list[tuple[int | None, int | None]]:
 def _sum_between(part: Tensor, axis: Axis, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
     """`part` becomes its sum over `between`, in place.
 
-    Both ends of an exchange combine the same two numbers in one order, so all ranks have the same bits.
-    """
+    Both ends of an exchange combine the same two numbers in one order, so all ranks have the same bits."""
     got, given = torch.empty_like(part), False
     for to, source in doubling(axis.size, axis.rank):
         _swap(part, got, to, source, axis)

@@ -183,8 +183,7 @@ def _host() -> tuple[int, int]:
     """Numbers of the machine (start and name) and of its process namespace: equal where a rank can find another in
     /proc.
 
-    The name separates hosts, as for checkpoints and tables of algorithms.
-    """
+    The name separates hosts, as for checkpoints and tables of algorithms."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         name = blake2b(f"{boot} {socket.gethostname()}".encode(), digest_size=7)

@@ -6,8 +6,7 @@ all choose the same. The backend does collectives without equal blocks (an all-t
 tensors), and all reductions but sum, maximum and minimum.
 
 A call by another algorithm than the backend's is complete when it returns, also where the caller asked for a handle:
-it does not overlap with computation.
-"""
+it does not overlap with computation."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -78,8 +77,7 @@ class Joiner:
 
     A message of any size has a cost of its own. ZeRO 3 gathers each norm and bias after the update, and waits after the
     last call. The joiner keeps such a message until a wait for it, and then sends all of its kind together. Every rank
-    calls and waits in the same order. The results have the same bits.
-    """
+    calls and waits in the same order. The results have the same bits."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, _Batch] = {}

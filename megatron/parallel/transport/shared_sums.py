@@ -8,8 +8,7 @@ its ranks find each other.
 A message goes in chunks that stay in the caches. For each chunk, a rank writes the parts that others sum into its slab.
 It adds all ranks' parts of its own share in the order of ranks (16-bit numbers of several ranks in fp32). Then it reads
 the other shares from the other slabs. So all ranks have the same bits. The three stages run together, each one chunk
-behind the stage before, with one meeting per chunk.
-"""
+behind the stage before, with one meeting per chunk."""
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -146,8 +145,7 @@ class SharedGroup:
     def _run(self, chunks: int, stages: Sequence[Stage], what: str) -> None:
         """Run each stage of a chunk one meeting after the stage before.
 
-        Buffers are used in turns, for a rank may be one meeting ahead.
-        """
+        Buffers are used in turns, for a rank may be one meeting ahead."""
         word = zlib.crc32(f"{what} {self._turn}".encode()).to_bytes(WORD, "little")
         last = chunks + len(stages) - 2
         for time in range(last + 1):

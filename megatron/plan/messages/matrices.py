@@ -1,8 +1,7 @@
 """Messages in closed form of optimizers of whole matrices (parts to their owners, updates back), and of shared rows.
 
 The layout and DeepSpeed 0.19.8's order of parameters determine the elements of each rank. The optimizer computes the
-rest from them at its start (`optimizers.whole`).
-"""
+rest from them at its start (`optimizers.whole`)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

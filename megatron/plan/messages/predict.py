@@ -2,8 +2,7 @@
 
 ZeRO 1 and 2 reduce-scatter gradients in buckets (`engine/deepspeed/scattered.py`), ZeRO 2 in every micro-batch, and
 gather updated weights. Where DeepSpeed 0.19.8 reduces them, as `deepspeed_options` configures it, they all-reduce.
-Tests compare with counted accounts, byte by byte, and fail if a version of DeepSpeed sends other messages.
-"""
+Tests compare with counted accounts, byte by byte, and fail if a version of DeepSpeed sends other messages."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -419,8 +418,7 @@ class _Predictor:
 
     def optimizer_at(self, mesh: Mesh) -> MatrixOptimizer:
         """The optimizer of another rank of this stage, without values. There is one for each way to split parameters,
-        for any number of replicas.
-        """
+        for any number of replicas."""
         key = mesh.at.tensor, mesh.expert.rank
         if key not in self._optimizers:
             layers = _layers(ModelPlan(self.config, mesh, "meta", values=False), self.held)

@@ -3,8 +3,7 @@
 Hoffmann et al. 2022 (arXiv 2203.15556), approach 3: the sum of Huber losses of log L is minimised by L-BFGS from a grid
 of starts. Besiroglu et al. 2024 (arXiv 2404.10102) show that their published numbers came of an optimizer that stopped
 early, because the objective was so small that its changes fell below the tolerance. Here the objective is divided by
-the square of Huber's delta, logarithms are taken from their means, and gradients are exact.
-"""
+the square of Huber's delta, logarithms are taken from their means, and gradients are exact."""
 
 import itertools
 import math
@@ -87,8 +86,7 @@ def fit_law(points: Points, *, delta: float = DELTA, starts: Iterable[Law] = ())
 class _Problem:
     """The objective as a function of five numbers (e, a, b, alpha, beta).
 
-    They are the logarithms of the law's three terms at the mean log N and log D, and the exponents.
-    """
+    They are the logarithms of the law's three terms at the mean log N and log D, and the exponents."""
 
     x: np.ndarray  # x, y: log N and log D [n], less their means
     y: np.ndarray

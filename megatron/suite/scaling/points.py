@@ -57,8 +57,7 @@ class Points:
         """A bootstrap sample of runs, each with all its points.
 
         Points of one run are not independent of each other, so runs are drawn. A run that is drawn again counts as
-        another one.
-        """
+        another one."""
         names, places = self.names, self.places()
         chosen = [(number, names[each]) for number, each in enumerate(draw.integers(0, len(names), len(names)))]
         taken = self.take([place for _, name in chosen for place in places[name]])

@@ -8,8 +8,7 @@ from ..trainer import Trainer
 class AverageHook(Hook):
     """After each update: average = c average + (1 - c) weights, in fp32. c is `training.weight_average`.
 
-    It begins with the initial weights. Checkpoints have it as the state "average" of each parameter.
-    """
+    It begins with the initial weights. Checkpoints have it as the state "average" of each parameter."""
 
     def __init__(self, parts: HookContext) -> None:
         self._coefficient = parts.config.training.weight_average

@@ -1,8 +1,7 @@
 """Validation losses during training, and by parts: by source, by position of a token, by frequency of a token.
 
 The group of a label is a function of the batch, so groups are the same on every layout. The engine adds up each
-label's loss in its groups.
-"""
+label's loss in its groups."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -213,8 +212,7 @@ def evaluate(
 class EvaluateHook(Hook):
     """Evaluates every set every n steps, and before the first and after the last step if asked to.
 
-    With `training.weight_average` it evaluates the average of the weights too, as "<set> (average)".
-    """
+    With `training.weight_average` it evaluates the average of the weights too, as "<set> (average)"."""
 
     def __init__(self, parts: HookContext) -> None:
         self._options, self._sets = parts.config.evaluation, list(parts.validation)

@@ -84,8 +84,7 @@ SIGNALS = tuple(number.name for number in STOP_SIGNALS)
 class StopHook(Hook):
     """A signal on any rank, or rank 0's clock, ends the run after the step in which all ranks have received it.
 
-    The checkpoint hook, which comes later in the list, then saves. A second signal has its default effect.
-    """
+    The checkpoint hook, which comes later in the list, then saves. A second signal has its default effect."""
 
     def __init__(self, parts: HookContext) -> None:
         self._minutes = parts.config.training.stop_after

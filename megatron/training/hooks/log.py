@@ -45,8 +45,7 @@ class LogHook(Hook):
     Speeds are means of the steps since the last record, without evaluation and checkpoints. TFLOP/s and MFU count the
     model's own operations (nothing recomputed) and are per device.
 
-    Without `flops_per_token` of the parts it shows no TFLOP/s. The peak of MFU is that of `precision.compute`.
-    """
+    Without `flops_per_token` of the parts it shows no TFLOP/s. The peak of MFU is that of `precision.compute`."""
 
     def __init__(self, parts: HookContext) -> None:
         self._flops, options = parts.flops_per_token, parts.config.logging

@@ -18,8 +18,7 @@ class ProfileHook(Hook):
     """Profiles steps `start` ... `start + steps - 1` on some ranks.
 
     Writes `<folder>/profile/trace_rank<r>.json` (chrome://tracing, Perfetto, `deepy profile`) and, with `memory` on
-    a GPU, `memory_rank<r>.pickle` (pytorch.org/memory_viz).
-    """
+    a GPU, `memory_rank<r>.pickle` (pytorch.org/memory_viz)."""
 
     def __init__(self, parts: HookContext) -> None:
         self._options, self._folder = parts.config.logging.profile, Path(parts.config.run.dir) / FOLDER

@@ -125,8 +125,7 @@ class SlowRanksHook(Hook):
     """Takes each rank's own time in the phases of a step over windows of n steps, and compares the ranks of a stage.
 
     A rank's own time excludes waiting in collectives. On an accelerator these are times of the host. The times of a
-    window travel with the numbers of the following step, so that no rank waits for them.
-    """
+    window travel with the numbers of the following step, so that no rank waits for them."""
 
     def __init__(self, options: SlowOptions, hosts: Sequence[str]) -> None:
         self._options, self._hosts, self._every = options, list(hosts), options.every or sys.maxsize

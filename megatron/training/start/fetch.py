@@ -99,8 +99,7 @@ def ledger_of(path: Path) -> Path | None:
     """Ledger of the run that saved a checkpoint of another folder, or None.
 
     A run's folder has it above the checkpoints. A store has it next to them. Several runs may share a store, so
-    there it must list this checkpoint.
-    """
+    there it must list this checkpoint."""
     for of_run in (path.parent.parent / LEDGER, path.parent / RUN_LEDGER):
         if of_run.exists():
             return of_run

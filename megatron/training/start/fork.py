@@ -2,8 +2,7 @@
 
 The branch is a run of its own. Its folder has the checkpoint, as hard links where possible, so that it needs no
 space and outlives the trunk's retention. Its YAML file has the values that the trunk was given, replaced by its own.
-It reads the batches that the trunk would have read next.
-"""
+It reads the batches that the trunk would have read next."""
 
 import os
 import shutil

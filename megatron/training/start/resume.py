@@ -43,8 +43,7 @@ class Divergence:
     """The latest starts, which all diverged at one step. Their run resumes further back, and finally stops.
 
     The newest checkpoint may be intact, but of a run that was already lost: finite weights far from their range.
-    Resuming from it would fail again with each restart.
-    """
+    Resuming from it would fail again with each restart."""
 
     step: int
     starts: tuple[int, ...]  # completed updates that each began from, the latest last
@@ -280,8 +279,7 @@ def load(source: StartPoint, world: World, engine: BaseEngine) -> int:
 def made_in(checkpoint: Checkpoint, config: Config) -> int:
     """An update of the checkpoint's stage of sequence length.
 
-    For a checkpoint of another run, such as an imported model, the stage that the configuration ends with.
-    """
+    For a checkpoint of another run, such as an imported model, the stage that the configuration ends with."""
     values, _, _ = parse(checkpoint.meta.config, lambda _line: Origin("values"))
     own = values["training"].get("sequence_schedule") or []
     known = own == config.model_dump(mode="json")["training"]["sequence_schedule"]
@@ -312,8 +310,7 @@ def initialize(
     config: Config | None = None,
 ) -> None:
     """Take only weights, of any saved type. Some may be made from others by `mapping` (see `upcycle`), and tables of
-    tokens may get new rows (see `vocabulary`). The part of the engine that freezes weights reads them itself.
-    """
+    tokens may get new rows (see `vocabulary`). The part of the engine that freezes weights reads them itself."""
     if engine.state.has_frozen:
         engine.undo.restore({})
         engine.state.refresh()

@@ -11,8 +11,7 @@ are together the dense layer.
 `checkpoint.initialize_layers` names the checkpoint's block that each of ours starts as, for deeper models (stacked:
 Gong et al. 2019 and Du et al. 2024, arXiv 2405.15319). A block that starts as `identity` keeps its initial values,
 but the matrices that write to the stream are 0. The model then computes the same as without the block, and learns
-from there (Shen et al. 2022, arXiv 2203.06211).
-"""
+from there (Shen et al. 2022, arXiv 2203.06211)."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

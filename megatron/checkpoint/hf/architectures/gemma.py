@@ -89,8 +89,7 @@ def _of_kind(theirs: PreTrainedConfig, kind: str) -> list[tuple[int, int]]:
 class _TwoWidths(ByLayer):
     """Layers with a window have heads of another width and number than the others. All have experts, or none.
 
-    The last ones may read the keys of the last layer of their type before them, with MLPs of twice the width.
-    """
+    The last ones may read the keys of the last layer of their type before them, with MLPs of twice the width."""
 
     def pattern(self, theirs: PreTrainedConfig) -> str:
         ffn = "moe" if theirs.enable_moe_block else "mlp"

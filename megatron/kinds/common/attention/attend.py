@@ -1,7 +1,6 @@
 """Scaled dot-product attention, and the choice of its implementation.
 
-Shapes: B samples, n query heads, m key/value heads (m divides n), Q queries, K keys, D head_dim.
-"""
+Shapes: B samples, n query heads, m key/value heads (m divides n), Q queries, K keys, D head_dim."""
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
@@ -151,8 +150,7 @@ class _OneLayout(torch.autograd.Function):
     On Hopper torch uses cuDNN's kernels, in two thirds of the time of FlashAttention's. It keeps their plans by the
     strides of q, k and v, not of the gradient. With torch 2.11 on an H100, a gradient in another memory layout than the
     first of its shape gave gradients of q, k and v with errors larger than themselves. Compiled and plain code differ
-    so.
-    """
+    so."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -244,8 +242,7 @@ def _mask(
 ) -> Tensor:
     """Additions to the logits, -inf where attention is not allowed, [1 or B, 1, Q, K], with ALiBi [1 or B, n, Q, K].
 
-    torch SDPA would make them of a bool mask in every layer, and keep them for each.
-    """
+    torch SDPA would make them of a bool mask in every layer, and keep them for each."""
     k = torch.arange(keys, device=device)
     q = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
     allowed = k <= q

@@ -1,8 +1,7 @@
 """Softmax attention over a sequence whose tokens several ranks share.
 
 Shapes: B samples, S positions of the sequence, s of this rank, n query heads, m key/value heads (m divides n). A key
-has D channels and a value E.
-"""
+has D channels and a value E."""
 
 import math
 from dataclasses import replace
@@ -130,8 +129,7 @@ def _by_heads(
     """Attention of some heads on each rank, to all tokens of `together` neighbours (Ulysses, Jacobs et al. 2023).
 
     If the neighbours do not have all tokens, keys and values pass between the neighbourhoods. If the ranks do not
-    divide the key/value heads, each head goes to several ranks, and autograd sums their gradients.
-    """
+    divide the key/value heads, each head goes to several ranks, and autograd sums their gradients."""
     u, heads, kv_heads = together, q.shape[1], k.shape[1]
     copies = math.lcm(kv_heads, u) // kv_heads
     if copies > 1:

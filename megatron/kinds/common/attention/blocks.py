@@ -5,8 +5,7 @@ A part is normalised by itself. The log-sum-exp of its logits gives its weight a
 2018). Gradients need the log-sum-exp of all parts together (Dao et al. 2022).
 
 Shapes: B samples, n query heads, m key/value heads, Q queries and K keys of the rectangle, D and E channels of a key
-and of a value.
-"""
+and of a value."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

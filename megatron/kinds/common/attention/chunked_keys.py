@@ -9,8 +9,7 @@ Shapes: as in `blocks`.
 Tensors that wait in the host's memory between uses.
 
 On a GPU a stream of their own copies them out and back, the next one while one is used. On a CPU the same calls copy
-nothing, since its memory is the host's.
-"""
+nothing, since its memory is the host's."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,8 +1,7 @@
 """The entropy of attention's probabilities, measured separately from the computation.
 
 Shapes: B samples, n query heads, m key/value heads (m divides n), s positions of this rank, S of the whole sequence, D
-channels.
-"""
+channels."""
 
 from functools import partial
 

@@ -4,8 +4,7 @@ Prompts are read with full attention. Each token after them is computed by itsel
 other tokens of a pass.
 
 Shapes: R tokens, n query heads, m key/value heads with g queries each, D and E channels of a key and of a value.
-Whole pages have L places, and k of them are read.
-"""
+Whole pages have L places, and k of them are read."""
 
 from dataclasses import dataclass, field
 
@@ -109,8 +108,7 @@ class Moments(Reading):
 class Loki(Reading):
     """Loki (Singhania et al. 2024): keys are chosen by their first principal components, and then read whole.
 
-    Keys are kept in the basis of their principal components, which changes no product of a query and a key.
-    """
+    Keys are kept in the basis of their principal components, which changes no product of a query and a key."""
 
     basis: Tensor  # [m, D, D], components as columns
     rank: int  # components by which keys are chosen
@@ -167,8 +165,7 @@ class Sift(Reading):
 
     The `quantile` of a head's probabilities is noted at each of the first `warmup` tokens after a prompt, with full
     attention. Later the threshold is a * step^-b, by least squares of the logarithms. The likeliest and the newest
-    place are always read. All keys are read.
-    """
+    place are always read. All keys are read."""
 
     quantile: float
     warmup: int
@@ -230,8 +227,7 @@ class Sift(Reading):
 def quantiles(probabilities_RmgL: Tensor, lengths_R: Tensor, quantile: float) -> Tensor:
     """The quantile of each head's first `lengths` probabilities, by linear interpolation, [R, m, g].
 
-    At least the smallest normal number, which has a logarithm.
-    """
+    At least the smallest normal number, which has a logarithm."""
     places = torch.arange(probabilities_RmgL.shape[-1], device=lengths_R.device)
     behind = places >= lengths_R.view(-1, 1, 1, 1)
     ordered = probabilities_RmgL.masked_fill(behind, float("inf")).sort(dim=-1).values

@@ -16,8 +16,7 @@ from .spread_keys import SpreadKeys
 class KeyValueCache:
     """Keys and values of the tokens read so far, [B, m, length, D]. Buffers grow by doubling.
 
-    Where gradients flow through them, each piece makes new tensors.
-    """
+    Where gradients flow through them, each piece makes new tensors."""
 
     keys: Tensor | None = None
     values: Tensor | None = None

@@ -5,8 +5,7 @@ sizes of its products follow from p. Kernels for CPUs round a row in the same wa
 With fewer rows other kernels are taken. So the number of queries that are computed together changes no bit.
 
 Shapes: T tokens of a pass, n query heads, m key/value heads, D and E channels of a key and of a value. A tile has the
-queries of one text in one page. G tiles have M rows each.
-"""
+queries of one text in one page. G tiles have M rows each."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -167,8 +166,7 @@ class Current:
 class PagedKeys:
     """State of a layer that attends: its keys and values of all texts, [pages, m, PAGE, D or E].
 
-    Memory grows by doubling, up to the last page that texts have had.
-    """
+    Memory grows by doubling, up to the last page that texts have had."""
 
     current: Current
     pages: int  # of the pool

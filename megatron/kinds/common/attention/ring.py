@@ -5,8 +5,7 @@ softmax by their log-sum-exp. In the backward pass keys go round once more, and 
 least, until the last reader sends these home. A rank skips masked rectangles (later tokens, tokens out of the window or
 of other documents). Keys go no further than to the last rank that reads any of them.
 
-Shapes: as in `blocks`, with s tokens of a member of the ring.
-"""
+Shapes: as in `blocks`, with s tokens of a member of the ring."""
 
 from __future__ import annotations
 
@@ -342,8 +341,7 @@ def attend_in_pieces(
 ) -> Tensor:
     """Causal attention of a whole sequence on this rank, in memory that grows only with its length.
 
-    Arguments and result are as in `attend`, with equal numbers of queries and keys.
-    """
+    Arguments and result are as in `attend`, with equal numbers of queries and keys."""
     length = q.shape[2]
     ring = remember(("pieces", length, pattern.window), lambda: Ring.alone(length, pattern.window, documents_BS))
     if dropout is not None and dropout.length is None:

@@ -3,8 +3,7 @@
 All ranks compute the same queries. Each one attends to its own keys, and the results are combined by the log-sum-exp of
 their logits: its maximum over the ranks, then one sum. The bytes that a step sends do not grow with the text.
 
-Shapes: as in `blocks`.
-"""
+Shapes: as in `blocks`."""
 
 from dataclasses import dataclass, field
 
@@ -54,8 +53,7 @@ class Share:
 class SpreadKeys:
     """State of a layer that attends, where ranks share the tokens that have been read.
 
-    Every rank keeps an equal part of each piece of a text. Single tokens go to the ranks in turn.
-    """
+    Every rank keeps an equal part of each piece of a text. Single tokens go to the ranks in turn."""
 
     axis: Axis = ALONE  # the ranks
     length: int = 0  # tokens read so far, on all ranks

@@ -7,8 +7,7 @@ cache, and only the inputs are kept for the backward pass. Logits, their softmax
 queries are fp32 (or the type of the inputs, if that is wider).
 
 Shapes: B samples, S tokens, n query heads, m key/value heads, g = n / m. A key has D channels and a value E. A tile has
-h heads, Q queries and K keys.
-"""
+h heads, Q queries and K keys."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

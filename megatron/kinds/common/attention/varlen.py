@@ -4,8 +4,7 @@ Its kernels take all tokens of a micro-batch as one row, and the begin of each d
 the GPU to know the number of documents, so it is always the largest allowed number. Missing documents have no tokens,
 and cost the kernels almost no time.
 
-Shapes: B samples of S tokens, T = B S tokens, N documents at most, n query heads, m key/value heads, D head_dim.
-"""
+Shapes: B samples of S tokens, T = B S tokens, N documents at most, n query heads, m key/value heads, D head_dim."""
 
 import torch
 from torch import Tensor
@@ -31,8 +30,7 @@ def attend_by_documents(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, begin
     """Causal attention within documents: q [B, n, S, D], k and v [B, m, S, D] to [B, n, S, D].
 
     torch's `varlen_attn` has changed its arguments from release to release. This is its operation, which has a gradient
-    of its own.
-    """
+    of its own."""
     samples, length = q.shape[0], q.shape[2]
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
     window = pattern.window if pattern.window is not None and pattern.window < length else None

@@ -3,8 +3,7 @@
 Shapes: B samples, S positions, C channels, K taps (the last tap is the token itself).
 
 Kernels of packages are loaded at the first call. They have the arguments and results of the torch function, for whole
-sequences without a past. torch computes numbers of taps that the kernels of causal_conv1d lack.
-"""
+sequences without a past. torch computes numbers of taps that the kernels of causal_conv1d lack."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,6 @@
 """Products of decays over parts of a chunk of the sequence, for recurrences computed chunk by chunk.
 
-Shapes: B samples, c chunks of Q positions, h heads.
-"""
+Shapes: B samples, c chunks of Q positions, h heads."""
 
 from typing import Any
 

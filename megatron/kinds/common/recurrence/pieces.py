@@ -1,7 +1,6 @@
 """A sequence in pieces: its documents, and runs of equal length side by side.
 
-Shapes: B samples, S positions, c runs of Q positions.
-"""
+Shapes: B samples, S positions, c runs of Q positions."""
 
 import math
 from dataclasses import dataclass

@@ -3,8 +3,7 @@
 Each rank computes the state after its tokens from zeros (`made`), and the linear map of its tokens on a state before
 them (`left`). The state before each rank's first token follows in steps that each double the distance. Then all ranks
 compute their outputs at once (Blelloch 1990). Gradients return in the same way. No rank waits for another one's
-outputs.
-"""
+outputs."""
 
 from __future__ import annotations
 
