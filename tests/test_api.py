@@ -183,5 +183,5 @@ def test_every_kind_of_model_opens_with_its_initial_values(name):
     described = json.loads(tool("config.py", "layers", "--json", f"configs/test/{name}.yml"))
     assert sum(each.numel() for each in found.gradients.values()) <= described["parameters"]
     assert sum(each.numel() for each in model.model.parameters()) == described["parameters"]
-    with pytest.raises(KeyError, match="no layer is called 'layers.77'"):
+    with pytest.raises(KeyError, match="no layer 'layers.77'"):
         model.forward(batch, keep=["layers.77"])

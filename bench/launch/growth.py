@@ -27,7 +27,7 @@ import numpy as np
 from bench.runner import Result, grid
 from megatron.checkpoint import Solo, StoreCommunicator
 from megatron.checkpoint.format import index_file
-from megatron.checkpoint.format.durable import MANIFEST_NAME, META_NAME, new_file
+from megatron.checkpoint.format.durable import MANIFEST, META, new_file
 from megatron.checkpoint.format.fragment import FragmentSpec
 from megatron.checkpoint.format.index import INDEX_NAME, Index
 from megatron.checkpoint.format.index_file import HashTree, write_index
@@ -142,8 +142,8 @@ def write_checkpoint(folder: Path, world: int, rows: np.ndarray) -> None:
     meta = Meta(1).to_bytes()
     with new_file(folder / INDEX_NAME, wait=False) as write:
         seal = write_index(write, Index(Vocabulary(tensors(), list(STATES)), rows), [rows], records)
-    (folder / META_NAME).write_bytes(meta)
-    (folder / MANIFEST_NAME).write_bytes(manifest_of(seal, meta))
+    (folder / META).write_bytes(meta)
+    (folder / MANIFEST).write_bytes(manifest_of(seal, meta))
 
 
 class Heard(Solo):
@@ -178,8 +178,8 @@ def resume(place: Path, rank: int, world: int, wanted: Sequence[FragmentSpec]) -
     for spec in wanted:
         for read in plan(opened.index, spec):
             assert opened.records[read.file].size
-    whole = sum((place / name).stat().st_size for name in (MANIFEST_NAME, META_NAME))
-    start = json.loads(json.loads((place / MANIFEST_NAME).read_bytes())["content"])["parts"][INDEX_NAME]["begin"]
+    whole = sum((place / name).stat().st_size for name in (MANIFEST, META))
+    start = json.loads(json.loads((place / MANIFEST).read_bytes())["content"])["parts"][INDEX_NAME]["begin"]
     return whole + start + sum(tree.read for tree in trees), others.bytes
 
 
@@ -198,7 +198,7 @@ def checkpoint(world: int, zero: int = 1) -> dict[str, float]:
         place = Path(folder) / "step_00000001"
         place.mkdir()
         write_checkpoint(place, world, rows)
-        sizes = [(place / name).stat().st_size for name in (MANIFEST_NAME, INDEX_NAME)]
+        sizes = [(place / name).stat().st_size for name in (MANIFEST, INDEX_NAME)]
         read, heard = resume(place, rank, world, wanted)
         seconds, memory = costs(lambda: resume(place, rank, world, wanted))
     return {

@@ -3,8 +3,6 @@
 It has a CRC-32 of every block of the .bin, which detect tokens that a disk has changed. A changed token within the
 vocabulary is otherwise undetectable. A process checks a block before its first read."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json
@@ -13,18 +11,14 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..config.file_access import read_json, replace_file
 from .errors import DataError
 from .hashing import file_hash
-from .token_file import with_ending
-
-if TYPE_CHECKING:
-    from .token_file import TokenFile
-
+from .token_file import TokenFile, with_ending
 
 BLOCK = 1 << 18  # bytes
 NO_CHECKSUMS = "has no checksums of blocks, so changed tokens are not detected: deepy data inspect {} --add-checksums"
@@ -45,7 +39,7 @@ class DamagedTokens(DataError):
             "copy the file again from where it is intact (deepy data inspect FILE --verify lists all damaged blocks)",
         )
 
-    def read_by(self, step: int, sample: int) -> DamagedTokens:
+    def read_by(self, step: int, sample: int) -> "DamagedTokens":
         """The same error, with the step that reads the tokens."""
         return DamagedTokens(self.path, self.document, self.what, f". Step {step} reads it (sample {sample})")
 
@@ -153,7 +147,7 @@ class Manifest:
         return path
 
 
-def pair_hashes(binary: Path, index: Path) -> dict[str, Any]:
+def hashed(binary: Path, index: Path) -> dict[str, Any]:
     """The entries of a manifest that depend on the content of a pair."""
     return {"bin_hash": file_hash(binary), "idx_hash": file_hash(index), "blocks": checksums_of(binary)}
 

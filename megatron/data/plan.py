@@ -237,9 +237,7 @@ class SamplePlan:
                 "do not grow. rate=1 fills it"
             )
         if self.period and self.batches.before(self.steps) > self.period:
-            found.append(
-                f"the order has {self.period:,} samples, and repeats them from step {self.batches.step(self.period)}"
-            )
+            found.append(f"the order has {self.period:,} samples, repeated from step {self.batches.step(self.period)}")
         return found
 
 

@@ -387,9 +387,7 @@ def _from_hub(name: str, file: str) -> Path:
             rule = f"it is no local file, it is not in the hub's local cache, and {missing}"
             fix = "give the path of a tokenizer.json, or fetch it where there is a network and take HF_HOME along"
             raise DataError(name, rule, fix) from error
-        raise DataError(
-            name, f"it is neither a local file nor a tokenizer on the hub ({error})", "correct tokenizer.path"
-        ) from error
+        raise DataError(name, f"it is no local file, and not on the hub ({error})", "correct tokenizer.path") from error
 
 
 def _gpt2(section: TokenizerSection) -> Tokenizer:

@@ -37,12 +37,7 @@ from .deepspeed.expert_groups import count_each_element_once, spread_experts
 from .deepspeed.one_pass import SumsWithSquares, passes_of_adamw, write_weights_with_adamw
 from .deepspeed.options import accumulation_steps, deepspeed_options, reduces_once, zero_stage
 from .deepspeed.process import ModelParallelUnit, keeping_fp32
-from .deepspeed.reduction import (
-    begin_sums_with_copies,
-    reduce_nothing,
-    sum_large_gradients_in_place,
-    tell_of_reductions,
-)
+from .deepspeed.reduction import begin_sums_with_copies, reduce_nothing, report_reductions, sum_large_gradients_in_place
 from .deepspeed.scattered import ScatteredGradients
 from .deepspeed.step_on_device import decide_on_device
 from .deepspeed.zero_copies import norms_without_copies, update_in_place
@@ -141,7 +136,7 @@ class BaseEngine:
             reduce_nothing(self.deepspeed, stage)
         each = stage > 1 and not reduces_once(self.config, self.mesh.layout)
         count_each_element_once(self.deepspeed.optimizer, self.mesh)
-        tell_of_reductions(self.deepspeed, self.beacon, each)
+        report_reductions(self.deepspeed, self.beacon, each)
         kernels = passes_of_adamw(self.deepspeed.optimizer, self.optimizer)
         if not self.scatters:
             sum_large_gradients_in_place(self.deepspeed)

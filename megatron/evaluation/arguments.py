@@ -166,8 +166,7 @@ def tokenizer_problems(config: Config, checkpoint: Path | None) -> list[str]:
     if it is on this machine. The manifests of the run's token files name it too.
 
     Args:
-        checkpoint: a checkpoint, a Hugging Face folder, a folder of checkpoints or a run's directory. None if
-            unknown.
+        checkpoint: a checkpoint, a Hugging Face folder, a folder of checkpoints or a run's directory. None if unknown.
     """
     if checkpoint is None or KEY in config.checkpoint.allow_changes or config.tokenizer.type == "none":
         return []

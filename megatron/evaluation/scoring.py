@@ -1,8 +1,7 @@
 """Log-likelihoods and continuations of texts by a model on any layout.
 
 Every rank calls the methods of `Scorer` with the same texts and gets the same results. The data parallel rank that
-computes a text follows only from the texts. In a batch, texts are padded on the right, which causal layers do not
-see.
+computes a text follows only from the texts. In a batch, texts are padded on the right, which causal layers do not see.
 
 One rank asks, all ranks compute: the harness only runs on rank 0, and the others follow it. So tasks are loaded, texts
 tokenised and results kept once, and the harness need not know any layout."""

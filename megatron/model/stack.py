@@ -169,7 +169,6 @@ class ModelPlan:
         return block
 
     def head_norm(self) -> Norm:
-        """The norm before the head."""
         return self._output_norm(self.factory("").of_stream.scope("final_norm"))
 
     def _output_norm(self, make: ParameterFactory) -> Norm:

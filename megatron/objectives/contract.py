@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TeacherOptions:
-    """Costs with a frozen teacher. With its logits u, the student's l and the temperature T, each label costs
-    (1 - share) * cost + share * T**2 * KL(softmax(u / T) || softmax(l / T)). See
-    `parallel/layers/objective_logits.py`."""
+    """Costs with a frozen teacher. With its logits u, the student's l and the temperature T, each label costs (1 -
+    share) * cost + share * T**2 * KL(softmax(u / T) || softmax(l / T)). See `parallel/layers/objective_logits.py`."""
 
     share: float
     temperature: float

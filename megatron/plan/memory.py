@@ -38,9 +38,8 @@ class Memory:
     """Bytes on one rank of a stage.
 
     Attributes:
-        parts: weights, teacher, gradients, states, `left out` (error feedback of compressed gradients),
-            activations, working (temporary tensors of one layer), loss, buckets, runtime, fragments, and parts that
-            features add.
+        parts: weights, teacher, gradients, states, `left out` (error feedback of compressed gradients), activations,
+            working (temporary tensors of one layer), loss, buckets, runtime, fragments, and parts that features add.
     """
 
     stage: int  # of the pipeline

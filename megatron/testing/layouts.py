@@ -1,11 +1,9 @@
 """Losses and gradients of a layout, compared with one process of plain PyTorch without engine or DeepSpeed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +11,7 @@ import torch
 from megatron.config import Config, resolve
 from megatron.config.variants import overlay
 from megatron.data.batch import StepBatch
+from megatron.model.stack import Model
 from megatron.objectives.named import objective_of
 from megatron.parallel.layers.label_costs import Labels
 from megatron.parallel.layers.objective_logits import ChunkLogits
@@ -20,9 +19,6 @@ from megatron.parallel.layers.parameters import logical_of
 
 from .checks import batch, noise, part_of
 from .ranks import on_ranks
-
-if TYPE_CHECKING:
-    from megatron.model.stack import Model
 
 Answer = tuple[float, list[tuple]]  # the mean loss over all ranks, and a rank's fragments of the gradient
 

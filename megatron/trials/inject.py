@@ -1,14 +1,12 @@
 """Hooks that damage a run from inside, where and when a trial orders it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 import time
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +15,7 @@ from megatron.checkpoint.format.fragment import MASTER
 from megatron.engine.replicas import named_pieces
 from megatron.engine.state import EngineState
 from megatron.training.hook import Hook
-
-if TYPE_CHECKING:
-    from megatron.training.trainer import Trainer
+from megatron.training.trainer import Trainer
 
 NAN, SPIKE, GRADIENT = "nan", "spike", "gradient"
 FLIP, FLIP_MASTER, FLIP_MOMENT = "flip", "flip_master", "flip_moment"

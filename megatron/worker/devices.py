@@ -56,7 +56,8 @@ def count(environment: Mapping[str, str] = os.environ) -> int:
 def _installed(maker: str | None) -> int:
     if maker == "amd":
         return len(amd_buses())
-    return len(nvidia_buses()) or _count_nvidia_files() if maker == "nvidia" else 0
+    files = sum(path.name[6:].isdigit() for path in DEV.glob("nvidia*"))
+    return len(nvidia_buses()) or files if maker == "nvidia" else 0
 
 
 def ranks_here(environment: Mapping[str, str] = os.environ, device: str = "auto") -> int:
@@ -142,10 +143,6 @@ def _nvidia_bus(library: ctypes.CDLL, index: int) -> str:
     if library.nvmlDeviceGetPciInfo_v3(handle, ctypes.byref(info)) != 0:
         return ""
     return f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
-
-
-def _count_nvidia_files() -> int:
-    return sum(path.name[6:].isdigit() for path in DEV.glob("nvidia*"))
 
 
 def amd_buses() -> list[str]:

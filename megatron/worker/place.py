@@ -175,15 +175,8 @@ def _from_openmpi(env: Mapping[str, str]) -> WorkerEnvironment:
     size, local = _number(env, "OMPI_COMM_WORLD_SIZE"), _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
     address, port = _mpi_master(env, size, local, "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500", job)
-    return WorkerEnvironment(
-        _number(env, "OMPI_COMM_WORLD_RANK"),
-        size,
-        _number(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        local,
-        address,
-        port,
-        "openmpi",
-    )
+    rank, local_rank = _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_LOCAL_RANK")
+    return WorkerEnvironment(rank, size, local_rank, local, address, port, "openmpi")
 
 
 def _from_mpich(env: Mapping[str, str]) -> WorkerEnvironment:

@@ -81,7 +81,6 @@ class SealedStore:
         return hmac.digest(self._secret, b"\0".join((self._of, *parts)), "sha256").hex().encode()
 
     def key(self, name: str) -> str:
-        """The key of a name."""
         return self._made(b"key", name.encode()).decode()
 
     def set(self, name: str, text: str) -> None:

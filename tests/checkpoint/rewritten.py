@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.checkpoint.format.durable import MANIFEST_NAME, META_NAME
+from megatron.checkpoint.format.durable import MANIFEST, META
 from megatron.checkpoint.format.index import INDEX_NAME, Index
 from megatron.checkpoint.format.index_file import write_index
 from megatron.checkpoint.format.manifest import manifest_of
@@ -18,4 +18,4 @@ def rewrite_head(path: Path, index: Index, records: Sequence[FileRecord]) -> Non
     head = io.BytesIO()  # whole before the file changes, which the index may be mapped from
     seal = write_index(head.write, index, [index.rows], records)
     (path / INDEX_NAME).write_bytes(head.getvalue())
-    (path / MANIFEST_NAME).write_bytes(manifest_of(seal, (path / META_NAME).read_bytes()))
+    (path / MANIFEST).write_bytes(manifest_of(seal, (path / META).read_bytes()))

@@ -172,7 +172,7 @@ def test_running_past_the_end_is_said(tmp_path):
     )
     plan = build_plan(config)
     assert plan.sources[0].order.length == 9 and plan.period == 8
-    assert plan.warnings() == ["the order has 8 samples, and repeats them from step 4"]
+    assert plan.warnings() == ["the order has 8 samples, repeated from step 4"]
     assert plan.sample(8).tokens.tolist() == plan.sample(0).tokens.tolist()
 
 

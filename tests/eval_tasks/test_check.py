@@ -11,7 +11,7 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 
-from megatron.checkpoint.format.durable import META_NAME
+from megatron.checkpoint.format import durable
 from megatron.config import Config
 from megatron.config.resolution import combine
 from megatron.config.source.layers import ConfigSource
@@ -158,7 +158,7 @@ def forget_merges(content: dict) -> None:
 
 def test_a_tokenizer_that_is_not_the_runs(folder):
     """Ids of another order, other merges, more or fewer ids. A file that is only written differently is the same."""
-    assert META == META_NAME
+    assert META == durable.META
     checkpoints = folder / "checkpoints"
     for change, parts in (
         (lambda content: None, None),

@@ -18,7 +18,7 @@ from megatron.parallel.messages.timing import (
     Offset,
     Timed,
     bounded,
-    find_latest,
+    find_last,
     measure_offset,
 )
 from megatron.parallel.messages.traffic import Call, Duration, Durations, MessageKind, bus_bandwidth
@@ -93,7 +93,7 @@ def told_times() -> list:
     finally:
         recorder.remove()
     timed = [Timed(each, HostClock(), 0) for each in messages]
-    find_latest(timed)
+    find_last(timed)
     first = [(each.message.call.operation, each.start, each.end, each.latest, each.exposed) for each in timed[:2]]
     counted = recorder.tally.by("operation")
     return [first, (timed[2].start, timed[2].latest), [name for name, *_ in spans], counted]
@@ -130,7 +130,7 @@ def in_order() -> list:
     finally:
         recorder.remove()
     timed = [Timed(each, recorder.timer.clock, offset.nanoseconds) for each in messages]
-    find_latest(timed)
+    find_last(timed)
     (sum_,) = (each for each in timed if each.message.call.operation == "all_reduce")
     assert dist.Work.wait is plain and x.tolist() == [3.0] * 1000
     return [offset.nanoseconds, offset.error > 0, sum_.latest > sum_.start, sum_.waiting > 0, sum_.exposed,
@@ -153,7 +153,7 @@ def of_unequal_numbers() -> list:
         each = Message(CALL, mesh.data.group, (0, 1), None, 4)
         each.start = each.end = start
         found.append(Timed(each, HostClock(), 0))
-    find_latest(found)
+    find_last(found)
     return [each.latest for each in found]
 
 

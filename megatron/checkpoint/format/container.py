@@ -136,9 +136,7 @@ def _refuse_gaps(path: Path, entries: dict[str, TensorEntry], place: int) -> Non
     """Refuse gaps and overlaps between tensors: readers would disagree about the data."""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != place:
-            raise CheckpointError(
-                path, f"damaged: {name!r:.200} begins at byte {entry.begin}, and must begin at byte {place}"
-            )
+            raise CheckpointError(path, f"damaged: {name!r:.200} begins at byte {entry.begin}, not {place}")
         place = entry.end
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-META_NAME = "meta.json"
-MANIFEST_NAME = "manifest.json"
+META = "meta.json"
+MANIFEST = "manifest.json"
 
 _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"(.+)\.(tmp|old|trash)-([0-9a-f]+)")

@@ -47,9 +47,7 @@ class FragmentSpec:
         if not 0 <= self.tensor_rank < self.tensor_ranks:
             raise ValueError(f"{self.label}: tensor rank {self.tensor_rank} is not one of {self.tensor_ranks}")
         if self.start < 0 or self.length < 0 or self.stop > self.shard_size:
-            raise ValueError(
-                f"{self.label}: elements {self.start} to {self.stop} are not in a shard of {self.shard_size}"
-            )
+            raise ValueError(f"{self.label}: elements {self.start} to {self.stop} exceed a shard of {self.shard_size}")
 
     @property
     def stop(self) -> int:

@@ -94,18 +94,18 @@ class Index:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        words: Vocabulary,
         rows: np.ndarray,
         groups: np.ndarray | None = None,
         trust: Trust = lambda begin, end: None,
     ) -> None:
         """`rows` are sorted. Without `groups` all of them are read. Rows made in this process need no `trust`."""
-        self.vocabulary = vocabulary
+        self.vocabulary = words
         self.groups = groups_of(rows) if groups is None else groups
         self._rows, self._trust = rows, trust
         ends = [*self.groups["first"][1:].tolist(), len(rows)]
         self._stored = {
-            (vocabulary.tensors[tensor].name, vocabulary.states[state]): (DTYPE_ORDER[dtype], tensor, ranks, first, end)
+            (words.tensors[tensor].name, words.states[state]): (DTYPE_ORDER[dtype], tensor, ranks, first, end)
             for (tensor, state, dtype, ranks, first), end in zip(self.groups.tolist(), ends, strict=True)
         }
 

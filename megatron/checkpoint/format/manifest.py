@@ -22,7 +22,7 @@ import numpy as np
 from megatron.config.file_access import check_name
 
 from .container import read_header
-from .durable import MANIFEST_NAME, META_NAME, new_file
+from .durable import MANIFEST, META, new_file
 from .errors import CheckpointError, part_of, reading, refuse_checksum, refuse_size, understanding
 from .index import INDEX_NAME, Index, Merged, checksum, refuse_strange
 from .index_file import IndexSeal, read_index, write_index
@@ -209,7 +209,7 @@ def _covering(merged: Merged, problems: list[str]) -> Iterator[np.ndarray]:
 
 def manifest_of(index: IndexSeal, meta: bytes) -> bytes:
     """Content of the manifest for this index and these meta data."""
-    parts = {INDEX_NAME: asdict(index), META_NAME: asdict(Part(len(meta), checksum(meta)))}
+    parts = {INDEX_NAME: asdict(index), META: asdict(Part(len(meta), checksum(meta)))}
     content = json.dumps({"format": FORMAT, "parts": parts})
     return json.dumps({"checksum": checksum(content.encode()), "content": content}).encode()
 
@@ -220,7 +220,7 @@ def read_manifest(root: Path) -> Manifest:
     Raises:
         CheckpointError: it is missing or damaged, or names an unknown part.
     """
-    path = part_of(root, MANIFEST_NAME)
+    path = part_of(root, MANIFEST)
     try:
         with understanding(path):
             outer = json.loads(path.read_bytes())
@@ -230,11 +230,11 @@ def read_manifest(root: Path) -> Manifest:
             if inner["format"] not in (1, FORMAT):
                 raise CheckpointError(path, f"its format is {inner['format']}. This version reads 1 to {FORMAT}")
             parts = inner["parts"]
-            if lost := {INDEX_NAME, META_NAME} - set(parts):
+            if lost := {INDEX_NAME, META} - set(parts):
                 raise ValueError(f"it does not name {' and '.join(sorted(lost))}")
-            if strange := set(parts) - {INDEX_NAME, META_NAME}:
+            if strange := set(parts) - {INDEX_NAME, META}:
                 raise ValueError(f"no part of a checkpoint: {', '.join(map(repr, sorted(strange)))}")
-            meta = Part.from_dict(parts[META_NAME])
+            meta = Part.from_dict(parts[META])
             if inner["format"] == 1:
                 records = [listed_file(each) for each in inner["files"]]
                 return Manifest(meta, Part.from_dict(parts[INDEX_NAME]), records)
@@ -251,7 +251,7 @@ def read_meta(root: Path, part: Part) -> Meta:
     Raises:
         CheckpointError: the file is missing or damaged.
     """
-    return Meta.from_bytes(_read_part(root, META_NAME, part), part_of(root, META_NAME))
+    return Meta.from_bytes(_read_part(root, META, part), part_of(root, META))
 
 
 def _read_part(root: Path, name: str, part: Part) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..format.communicator import all_problems
-from ..format.durable import MANIFEST_NAME, META_NAME, leftover_name, step_name, write_file
+from ..format.durable import MANIFEST, META, leftover_name, step_name, write_file
 from ..format.errors import CheckpointError, brief, describe_error
 from ..format.fragment import Fragment
 from ..format.index import INDEX_NAME
@@ -25,7 +25,7 @@ from ..read.read_plan import plan
 from ..read.reader import Checkpoint
 from .hosts import Hosts, Parcel, private
 
-HEAD = (INDEX_NAME, META_NAME, MANIFEST_NAME)
+HEAD = (INDEX_NAME, META, MANIFEST)
 INBOX = "head"  # in the folder of the whole, on rank 0's host
 
 
@@ -67,7 +67,7 @@ class SharedHead:
             for number, folder, problems in brought:
                 if problems:
                     raise CheckpointError(folder, problems)
-                metas.append(b"" if metas else part_of(folder, META_NAME).read_bytes())
+                metas.append(b"" if metas else part_of(folder, META).read_bytes())
                 index, known = open_index(folder, read_manifest(folder))
                 text, rows = index.vocabulary.to_json(), index.rows
                 for place, record in enumerate(known):
@@ -77,8 +77,8 @@ class SharedHead:
 
         try:
             index = write_merged(self.root, tables(), records, whole=True)
-            write_file(self.root / META_NAME, metas[0], wait=False)
-            write_file(self.root / MANIFEST_NAME, manifest_of(index, metas[0]), wait=False)
+            write_file(self.root / META, metas[0], wait=False)
+            write_file(self.root / MANIFEST, manifest_of(index, metas[0]), wait=False)
         except Exception as error:  # the other ranks wait for the report
             return [f"{self.hosts.name}: {describe_error(error)}"]
         return []
@@ -165,9 +165,7 @@ def gather(found: FoundSave, level: str, folder: Path, key: str, hosts: Hosts) -
     lost = found.total - len(seen.holders)
     if lost:
         why = f" ({brief(seen.problems)})" if seen.problems else ""
-        raise CheckpointError(
-            title, f"{lost} of {found.total} files are on no host, or damaged on all that have them{why}"
-        )
+        raise CheckpointError(title, f"{lost} of {found.total} files are on no host, or damaged on all with them{why}")
     root = leftover_name(folder / step_name(found.step), "tmp", talk.broadcast(uuid.uuid4().hex[:12]))
     problems = all_problems(talk, _lay_out(root, seen, hosts) if hosts.leads else [])
     if not problems:

@@ -10,17 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ..format.durable import (
-    MANIFEST_NAME,
-    META_NAME,
-    leftover_name,
-    leftover_of,
-    move,
-    number_of,
-    remove,
-    step_name,
-    write_file,
-)
+from ..format.durable import MANIFEST, META, leftover_name, leftover_of, move, number_of, remove, step_name, write_file
 from ..format.errors import CheckpointError, StoreRefuses, describe_error, disk_refuses, understanding
 from ..format.fragment import Fragment
 from ..format.manifest import Meta, manifest_of, open_index, part_of, read_manifest, write_merged
@@ -123,8 +113,8 @@ class Level:
         here = [_noted(draft / name) for name in notes]
         index, content = write_merged(draft, tables_of(draft, here), here, whole=False), meta.to_bytes()
         shutil.rmtree(draft / NOTES)
-        write_file(draft / META_NAME, content, wait=False)
-        write_file(draft / MANIFEST_NAME, manifest_of(index, content), wait=False)
+        write_file(draft / META, content, wait=False)
+        write_file(draft / MANIFEST, manifest_of(index, content), wait=False)
 
     def _parcels(self, sizes: list[int]) -> list[Parcel]:
         members, found = self._hosts.members, []
@@ -163,7 +153,7 @@ class Level:
         for path in paths:
             try:
                 _, records = open_index(path, read_manifest(path), None)
-                meta = Meta.from_bytes(part_of(path, META_NAME).read_bytes(), path)
+                meta = Meta.from_bytes(part_of(path, META).read_bytes(), path)
                 facts = meta.extra[KEY]
                 writers = tuple(record.rank for record in records)
                 branch = max(int(facts.get("branch", 0)), 0)

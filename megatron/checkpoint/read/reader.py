@@ -101,7 +101,6 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> dict[str, LogicalTensor]:
-        """The logical tensors, by name."""
         return {tensor.name: tensor for tensor in self.index.vocabulary.tensors}
 
     @cached_property

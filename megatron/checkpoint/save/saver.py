@@ -12,7 +12,7 @@ import torch
 
 from ...config.sections.output import CheckpointSection, LevelSection
 from ..format.communicator import SOLO, Communicator
-from ..format.durable import MANIFEST_NAME, number_of, step_name
+from ..format.durable import MANIFEST, number_of, step_name
 from ..format.errors import CheckpointError, StoreRefuses
 from ..format.fragment import Fragment
 from ..format.index import checksum
@@ -46,7 +46,6 @@ class Copies:
         self._record = record
 
     def add(self, step: int, copy: Copy) -> None:
-        """Add a complete copy."""
         known = self.own.get(step) == copy
         self.own[step] = copy
         self.urls.add(copy.url)
@@ -270,7 +269,7 @@ class Saver:
                 if not is_complete(path):
                     continue
                 owed.append(path)
-                if manifest_at(f"{self._url}/{path.name}") == (path / MANIFEST_NAME).read_bytes():
+                if manifest_at(f"{self._url}/{path.name}") == (path / MANIFEST).read_bytes():
                     owed.pop()
                     self._count(path)
                     return owed[::-1]
@@ -278,7 +277,7 @@ class Saver:
         return [path for path in reversed(owed) if number_of(path) > known[-1]] if known else owed[:1]
 
     def _count(self, path: Path) -> None:
-        manifest = checksum((path / MANIFEST_NAME).read_bytes())
+        manifest = checksum((path / MANIFEST).read_bytes())
         self._copies.add(number_of(path), Copy(f"{self._url}/{path.name}", manifest))
 
 

@@ -16,7 +16,7 @@ from megatron.worker.writer_lock import LOCK_NAME, take
 
 from ...config.foreign import advice, neox_checkpoint
 from ..format.communicator import SOLO, Communicator, from_rank_0
-from ..format.durable import MANIFEST_NAME, leftover_of, move, number_of, remove, step_of, sync_directory
+from ..format.durable import MANIFEST, leftover_of, move, number_of, remove, step_of, sync_directory
 from ..format.errors import CheckpointError, brief
 from ..read.reader import Checkpoint, open_checkpoint
 
@@ -36,7 +36,7 @@ NEITHER = "it is neither a checkpoint nor a folder with one: name a run's direct
 
 def folder_of(path: Path) -> Path | None:
     """The folder of checkpoints at `path`, or in the run's directory `path`. None for anything else."""
-    if (path / MANIFEST_NAME).exists():
+    if (path / MANIFEST).exists():
         return None
     return next((folder for folder in (path / "checkpoints", path) if Store(folder).paths()), None)
 
@@ -50,7 +50,7 @@ def find_checkpoint(path: Path) -> Path:
     folder = folder_of(path)
     if folder is not None:
         return Store(folder).paths()[-1]
-    if (path / MANIFEST_NAME).exists() or step_of(path) is not None:
+    if (path / MANIFEST).exists() or step_of(path) is not None:
         return path
     raise CheckpointError(path, NEITHER if path.exists() else "there is no such checkpoint")
 
@@ -267,7 +267,7 @@ class Store:
 def _look(path: Path) -> tuple[str | None, bool, bool]:
     """(folder of checkpoints or None, whether the path is a directory, whether it has a manifest)."""
     folder = folder_of(path)
-    return None if folder is None else str(folder), path.is_dir(), (path / MANIFEST_NAME).exists()
+    return None if folder is None else str(folder), path.is_dir(), (path / MANIFEST).exists()
 
 
 _DOING = {"tmp": "writing", "old": "replacing", "trash": "deleting"}

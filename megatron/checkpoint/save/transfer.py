@@ -16,7 +16,7 @@ import fsspec
 from megatron.config.arithmetic.machine import free_bytes
 
 from ..format.communicator import SOLO, Communicator, all_problems
-from ..format.durable import MANIFEST_NAME, META_NAME, leftover_name, move, number_of, step_of
+from ..format.durable import MANIFEST, META, leftover_name, move, number_of, step_of
 from ..format.errors import CheckpointError, Unreachable, describe_error
 from ..format.index import INDEX_NAME
 from ..format.manifest import open_index, part_of, read_manifest
@@ -46,11 +46,11 @@ def upload(path: Path, url: str, communicator: Communicator = SOLO, *, attempts:
     try:
         _, stored = open_index(path, read_manifest(path), None)
         names = [stored[number].path for number in range(communicator.rank, len(stored), communicator.size)]
-        names += [INDEX_NAME, META_NAME] if communicator.rank == communicator.size - 1 else []
+        names += [INDEX_NAME, META] if communicator.rank == communicator.size - 1 else []
     except CheckpointError as error:
         problems = [str(error)]
     if not problems and communicator.rank == 0:  # of another branch's checkpoint of that step, about to be replaced
-        problems = _persistent(lambda: _withdraw(f"{target}/{MANIFEST_NAME}"), MANIFEST_NAME, attempts, wait)
+        problems = _persistent(lambda: _withdraw(f"{target}/{MANIFEST}"), MANIFEST, attempts, wait)
     if communicator.broadcast(problems):
         names = []
     for name in names:
@@ -59,9 +59,7 @@ def upload(path: Path, url: str, communicator: Communicator = SOLO, *, attempts:
             break  # the next file would fail as well
     problems = all_problems(communicator, problems)
     if not problems and communicator.rank == 0:
-        problems = _persistent(
-            lambda: _put(path / MANIFEST_NAME, f"{target}/{MANIFEST_NAME}"), MANIFEST_NAME, attempts, wait
-        )
+        problems = _persistent(lambda: _put(path / MANIFEST, f"{target}/{MANIFEST}"), MANIFEST, attempts, wait)
     problems = communicator.broadcast(problems)
     if problems:
         raise CheckpointError(target, ["it was not uploaded", *problems])
@@ -81,10 +79,10 @@ def download(url: str, directory: str | Path, *, attempts: int = 5, wait: float 
     draft = leftover_name(target, "tmp", uuid.uuid4().hex[:12])
     draft.mkdir(parents=True)
     try:
-        _fetch(url, {MANIFEST_NAME: MOST}, draft, attempts, wait)
+        _fetch(url, {MANIFEST: MOST}, draft, attempts, wait)
         manifest = read_manifest(draft)
         room = free_bytes(draft) or 1 << 60
-        head = {INDEX_NAME: min(manifest.index.size, room), META_NAME: min(manifest.meta.size, MOST)}
+        head = {INDEX_NAME: min(manifest.index.size, room), META: min(manifest.meta.size, MOST)}
         _fetch(url, head, draft, attempts, wait)
         sizes = {record.path: record.size for record in open_index(draft, manifest)[1]}
         if (needed := sum(sizes.values())) > room:
@@ -135,10 +133,10 @@ def _whole(url: str) -> tuple[list[str], list[str]]:
     url = url.rstrip("/")
     try:
         system, root = fsspec.core.url_to_fs(url)
-        if system.exists(f"{root}/{MANIFEST_NAME}"):
+        if system.exists(f"{root}/{MANIFEST}"):
             return [url], []
         steps = _steps(system, root)
-        whole = [f"{url}/{name}" for name in steps if system.exists(f"{root}/{name}/{MANIFEST_NAME}")]
+        whole = [f"{url}/{name}" for name in steps if system.exists(f"{root}/{name}/{MANIFEST}")]
     except Exception as error:  # every store has its own exceptions
         raise Unreachable(url, f"it cannot be read: {describe_error(error)}") from error
     return whole, steps
@@ -168,10 +166,10 @@ def retain_there(url: str, oldest: int, own: Collection[str]) -> list[str]:
         for name in [name for name in _steps(system, root) if number_of(Path(name)) < oldest]:
             with suppress(Exception):
                 place = f"{root}/{name}"
-                if system.exists(f"{place}/{MANIFEST_NAME}"):
+                if system.exists(f"{place}/{MANIFEST}"):
                     if f"{url}/{name}" not in own:
                         continue
-                    system.rm_file(f"{place}/{MANIFEST_NAME}")
+                    system.rm_file(f"{place}/{MANIFEST}")
                 system.rm(place, recursive=True)
                 gone.append(name)
     return gone
@@ -184,7 +182,7 @@ def manifest_at(url: str) -> bytes | None:
         Unreachable: the store gives no answer.
     """
     try:
-        system, place = fsspec.core.url_to_fs(f"{url.rstrip('/')}/{MANIFEST_NAME}")
+        system, place = fsspec.core.url_to_fs(f"{url.rstrip('/')}/{MANIFEST}")
         system.invalidate_cache()
         found: bytes | None = system.cat_file(place) if system.exists(place) else None
     except Exception as error:  # every store has its own exceptions
@@ -201,10 +199,10 @@ def remote_manifest(url: str, *, attempts: int = 5, wait: float = 1.0) -> bytes:
     found: list[bytes] = []
 
     def read() -> None:
-        system, place = fsspec.core.url_to_fs(f"{url.rstrip('/')}/{MANIFEST_NAME}")
+        system, place = fsspec.core.url_to_fs(f"{url.rstrip('/')}/{MANIFEST}")
         found.append(_within(PATIENCE, lambda: system.cat_file(place, end=MOST)))
 
-    problems = _persistent(read, MANIFEST_NAME, attempts, wait)
+    problems = _persistent(read, MANIFEST, attempts, wait)
     if problems:
         raise Unreachable(url, ["it cannot be read", *problems])
     return found[-1]

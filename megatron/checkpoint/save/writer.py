@@ -16,16 +16,7 @@ from pathlib import Path
 import torch
 
 from ..format.communicator import SOLO, Communicator
-from ..format.durable import (
-    MANIFEST_NAME,
-    META_NAME,
-    leftover_name,
-    move,
-    step_name,
-    sync_directory,
-    write_file,
-    wrong_name,
-)
+from ..format.durable import MANIFEST, META, leftover_name, move, step_name, sync_directory, write_file, wrong_name
 from ..format.errors import CheckpointError, StoreRefuses, describe_error, disk_refuses
 from ..format.fragment import MASTER, Fragment, FragmentSpec
 from ..format.manifest import Meta, manifest_of, write_merged
@@ -172,12 +163,12 @@ class Draft:
             raise CheckpointError(self.target, wrong)
         index = write_merged(self.root, tables_of(self.root, records), records, whole=True)
         content = meta.to_bytes()
-        write_file(self.root / META_NAME, content)
+        write_file(self.root / META, content)
         for folder in sorted({(self.root / record.path).parent for record in records}):
             sync_directory(folder)
         if records:
             sync_directory(self.root / "data")
-        write_file(self.root / MANIFEST_NAME, manifest_of(index, content))
+        write_file(self.root / MANIFEST, manifest_of(index, content))
         sync_directory(self.root)
         self._rename()
 

@@ -80,9 +80,7 @@ def _experts(flat: Flat, native: Native) -> None:
     if flat.given("expansion_factor"):
         flat.problem("expansion_factor", "GPT-NeoX's experts do not read it", "say their width in intermediate_size")
     if mlp["activation"] == "gelu_tanh":
-        native.note(
-            "model.moe.activation: gelu, the exact form, since bias_gelu_fusion is of MLPs, whose biases experts lack"
-        )
+        native.note("model.moe.activation: gelu, exact, since bias_gelu_fusion is of MLPs, whose biases experts lack")
     native.put("model.moe.activation", mlp["activation"].removesuffix("_tanh"), "activation")
     native.put("model.moe.gated", llama, "mlp_type", "activation")
     hidden = flat.count("hidden_size")

@@ -86,7 +86,6 @@ class Flat:
             self.problem(name, f"GPT-NeoX files must give {name}: {meaning}", f"add {name}")
 
     def number(self, name: str) -> float | None:
-        """A number, or None."""
         return self._typed(name, as_number, "a number", "write a number, as in 0.1 or 1.0e-8")
 
     def integer(self, name: str) -> int | None:
@@ -115,19 +114,15 @@ class Flat:
         return _present(name, self.count(name))
 
     def boolean(self, name: str) -> bool | None:
-        """true or false, or None."""
         return self._instance(name, bool, "true or false", "write true or false without quotes")
 
     def text(self, name: str) -> str | None:
-        """Text, or None."""
         return self._instance(name, str, "text", "write it in quotes")
 
     def items(self, name: str) -> list | None:
-        """A list, or None."""
         return self._instance(name, list, "a list", "write [a, b]")
 
     def mapping(self, name: str) -> dict | None:
-        """A dictionary, or None."""
         return self._instance(name, dict, "a mapping", "write {key: value}")
 
     def _instance(self, name: str, of: type, kind: str, fix: str) -> Any:

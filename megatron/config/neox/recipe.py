@@ -259,9 +259,7 @@ def _weight_decay(flat: Flat, native: Native, params: dict) -> float:
     else:
         value, name = _parameter(flat, "weight_decay", inside, 0.0), "optimizer.params.weight_decay"
         if flat.given("weight_decay") and flat.number("weight_decay") != value:
-            flat.problem(
-                "weight_decay", f"must agree with optimizer.params.weight_decay, {inside}", "remove one of them"
-            )
+            flat.problem("weight_decay", f"must agree with optimizer.params.weight_decay, {inside}", "remove one")
         native.used.add("weight_decay")
     native.put("optimizer.weight_decay", value, name)
     return value

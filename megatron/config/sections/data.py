@@ -132,9 +132,7 @@ class DataSection(Section):
     )
     phases: list[Phase] = key(list, "Blends that replace data.train from given steps on.")
     left_out: list[LeftOutSection] = key(list, "Batches that the run skips, in their order (docs/reliability.md).")
-    reset_attention_at_eod: bool = key(
-        False, "Documents packed into one sample do not attend to each other. Positions restart at each."
-    )
+    reset_attention_at_eod: bool = key(False, "Documents in a sample do not attend to each other. Positions restart.")
     mask_loss_at_eod: bool = key(False, "The end-of-document token is not a target.")
     fim: FillInTheMiddle = key(FillInTheMiddle, "Fill-in-the-middle: reordered documents teach the model to infill.")
     span_corruption: SpanCorruptionSection = key(

@@ -65,9 +65,7 @@ class ParametrizationOptions(Section):
     base_width: int | None = key(
         None, "model.hidden_size of the base model, whose rates and initial values these are.", unit="channels", gt=0
     )
-    base_depth: int | None = key(
-        None, "completep: number of blocks of the base model, to which model.init refers.", unit="blocks", gt=0
-    )
+    base_depth: int | None = key(None, "completep: blocks of the base model, of model.init.", unit="blocks", gt=0)
     depth_exponent: float = key(
         1.0,
         "completep: a branch is multiplied by (blocks / base_depth) ** -this. 1 is CompleteP, 0.5 has other rates.",
@@ -131,9 +129,7 @@ class NormOptions(Section):
     type: Norm = key("layernorm", "Which normalisation: LayerNorm, RMSNorm, or LayerNorm without parameters.")
     epsilon: float = key(1e-5, "Added to the variance (or mean square) before the root.", gt=0)
     bias: bool = key(True, "Whether LayerNorm has a bias (RMSNorm never has one).")
-    unit_offset: bool = key(
-        False, "A weight is kept as its distance from 1, so it starts at 0 and 1 + weight multiplies (Gemma)."
-    )
+    unit_offset: bool = key(False, "A weight is its distance from 1: it starts at 0, and 1 + it multiplies (Gemma).")
 
 
 class ResidualOptions(Section):
@@ -232,9 +228,7 @@ class InitOptions(Section):
     std: float = key(0.02, "Standard deviation of normal. scaled_normal divides it by sqrt(2 * layers).", gt=0)
     embedding: InitScheme = key("normal", "Scheme of the token and position embeddings.")
     hidden: InitScheme = key("normal", "Scheme of matrices reading the residual stream (query, key, value, gate, up).")
-    output: InitScheme = key(
-        "scaled_normal", "Scheme of matrices that write to the residual stream (attention output, down)."
-    )
+    output: InitScheme = key("scaled_normal", "Scheme of matrices that write to the stream (attention output, down).")
     head: Derivable[InitScheme] = key(None, "Scheme of the head.", derived=same_as("model.init.embedding"))
     layers: Derivable[int] = key(
         None,

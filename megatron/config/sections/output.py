@@ -78,9 +78,7 @@ class CheckpointSection(Section):
         "Keys, or sections, in which a resumed run may differ from its checkpoint although they make it another "
         "run: training.seed, model, tokenizer, or optimizer.options.weights for another file of that name.",
     )
-    initialize_from: str | None = key(
-        None, "Take only the weights from this checkpoint (path or fsspec URL) or Hugging Face folder."
-    )
+    initialize_from: str | None = key(None, "Take only weights of this checkpoint (path, URL) or Hugging Face folder.")
     initialize_map: dict[str, str] = key(
         dict,
         "With initialize_from: tensors of this model that are made of other tensors of the checkpoint, as in "
@@ -167,9 +165,7 @@ class ReadLessOptions(Section):
 @extended("evaluation")
 class EvaluationSection(Section):
     every: int | None = key(None, "Evaluate every n steps.", unit="steps", gt=0)
-    batches: int = key(
-        10, "Global batches per validation set. 0: each set once, as far as it fills batches.", unit="batches", ge=0
-    )
+    batches: int = key(10, "Global batches per validation set. 0: all that each set fills.", unit="batches", ge=0)
     at_start: bool = key(False, "Evaluate before the first step.")
     at_end: bool = key(True, "Evaluate after the last step.")
     breakdown: list[Literal["source", "position", "frequency"]] = key(
@@ -266,9 +262,7 @@ class WatchSection(Section):
         "and start it again with launch.restarts. auto: stop with launch.restarts, report without.",
     )
     factor: float = key(5.0, "A phase may take this multiple of its longest time in this run.", ge=1)
-    step: float = key(
-        180.0, "But forward, backward, reduction and optimizer always at least this long.", unit="seconds", gt=0
-    )
+    step: float = key(180.0, "But forward, backward, reduction and optimizer at least this long.", unit="seconds", gt=0)
     data: float = key(300.0, "The same for reading a batch.", unit="seconds", gt=0)
     evaluation: float = key(900.0, "The same for evaluation, samples and other hooks.", unit="seconds", gt=0)
     save: float = key(1800.0, "The same for saving a checkpoint, and for the end of the run.", unit="seconds", gt=0)

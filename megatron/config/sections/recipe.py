@@ -150,9 +150,7 @@ class TrainingSection(Section):
         le=10**9,
     )
     stop_after: float | None = key(None, "Wall time after which the run saves and stops.", unit="minutes", gt=0)
-    stop_at_step: int | None = key(
-        None, "Save and stop after this step although the schedule ends at training.steps.", unit="steps", gt=0
-    )
+    stop_at_step: int | None = key(None, "Save and stop after this step, before training.steps.", unit="steps", gt=0)
 
     def tokens_of_loss(self, vocabulary: int, on_gpu: bool = False) -> int:
         """Tokens of a chunk of the loss on a device. 0: all."""
@@ -174,9 +172,7 @@ class ObjectiveSection(Section):
         "goldfish: rule of masked labels. hashed: a hash of the h tokens before the label in its document. "
         "static: every k-th one of a sample. reference: as in the authors' program (docs/memorisation.md).",
     )
-    teacher: str | None = key(
-        None, "distillation: the checkpoint of the model to learn from. It is never changed (docs/distillation.md)."
-    )
+    teacher: str | None = key(None, "distillation: checkpoint of the model to learn from (docs/distillation.md).")
     alpha: float = key(
         0.5,
         "distillation: share of the divergence from the teacher in the cost of a label. The rest is its cross-entropy.",
@@ -189,9 +185,7 @@ class ObjectiveSection(Section):
 
 class ParameterGroup(Section):
     lr_scale: float = key(1.0, "The scheduled learning rate is multiplied by this.", ge=0)
-    weight_decay: Derivable[float] = key(
-        None, "Weight decay of this role.", derived=same_as("optimizer.weight_decay"), ge=0
-    )
+    weight_decay: Derivable[float] = key(None, "Decay of this role.", derived=same_as("optimizer.weight_decay"), ge=0)
     betas: tuple[float, float] | None = key(None, "Coefficients of this role. null: optimizer.betas.", strict=False)
     epsilon: float | None = key(None, "Epsilon of this role. null: optimizer.epsilon.", gt=0)
 

@@ -14,7 +14,7 @@ from megatron.config.sections.data import TokenizerSection
 from ..corpus.inputs import Input, InputChunk, read_chunks
 from ..corpus.job import in_order
 from ..errors import DataError
-from ..manifest import ENDING, Manifest, keep_others, pair_hashes
+from ..manifest import ENDING, Manifest, hashed, keep_others
 from ..sample import IGNORED
 from ..token_file import TokenFile, TokenFileWriter, prefix_of, token_dtype, with_ending
 from ..tokenizer import tokenizer_for
@@ -134,5 +134,5 @@ def _describe(job: ChatJob, prefix: Path, tokenizer: dict[str, Any], counts: Cha
         inputs=[{"path": entry.name} for entry in job.inputs],
         options={**asdict(job.treatment), **template, "bad": counts.bad, "long": counts.long},
         version=job.version,
-        **pair_hashes(with_ending(prefix, ".bin"), with_ending(prefix, ".idx")),
+        **hashed(with_ending(prefix, ".bin"), with_ending(prefix, ".idx")),
     ).write(prefix)

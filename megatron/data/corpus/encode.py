@@ -324,7 +324,6 @@ def _try_gigatoken(tokenizer: Tokenizer) -> tuple[str, str]:
 
 
 def build_encoder(tokenizer: Tokenizer, choice: EncoderChoice) -> Encode:
-    """The encoder of a choice."""
     exact = with_tokenizer(tokenizer)
     if choice.name != "gigatoken" or not isinstance(tokenizer, HuggingFaceTokenizer):
         return exact

@@ -12,16 +12,7 @@ from megatron.config.file_access import keep_inputs, replacing
 
 from ..errors import DataError
 from ..hashing import file_hash
-from ..manifest import (
-    ENDING,
-    NO_CHECKSUMS,
-    BlockChecksums,
-    Manifest,
-    checksums_of,
-    keep_others,
-    pair_hashes,
-    read_manifest,
-)
+from ..manifest import ENDING, NO_CHECKSUMS, BlockChecksums, Manifest, checksums_of, hashed, keep_others, read_manifest
 from ..order.order import split_bounds
 from ..token_file import REMAKE, TokenFile, TokenFileWriter, prefix_of, with_ending
 from ..tokenizer import Tokenizer
@@ -203,7 +194,7 @@ def _manifest(prefix: Path, writer: TokenFileWriter, of: list[Manifest], version
         options=of[0].options,
         encoder=of[0].encoder,
         version=version,
-        **pair_hashes(with_ending(prefix, ".bin"), with_ending(prefix, ".idx")),
+        **hashed(with_ending(prefix, ".bin"), with_ending(prefix, ".idx")),
     )
     made.write(prefix)
     return made

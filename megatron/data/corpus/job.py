@@ -24,7 +24,7 @@ from megatron.config.sections.data import TokenizerSection
 
 from ..errors import DataError
 from ..hashing import content_hash, file_hash
-from ..manifest import ENDING, Manifest, keep_others, pair_hashes, read_manifest
+from ..manifest import ENDING, Manifest, hashed, keep_others, read_manifest
 from ..token_file import TokenFile, durable, prefix_of, token_dtype, with_ending, write_index
 from ..tokenizer import Tokenizer, build_tokenizer, tokenizer_for
 from .encode import LITTLE, ORIGIN, Encoded, EncoderChoice, Treatment, build_encoder, choose_encoder, encode_chunk
@@ -370,7 +370,7 @@ def _publish(
         encoder=choice.name,
         version=job.version,
         job=progress.key,
-        **pair_hashes(job.file(".bin"), index),
+        **hashed(job.file(".bin"), index),
     )
     manifest.write(job.prefix)
     if job.file(".idx.part").exists():

@@ -148,8 +148,7 @@ class SequentialOrder(Order):
     """The file's own order, pass after pass.
 
     In files whose documents all have exactly S+1 tokens, document k is sample k (Pythia publishes such pre-shuffled
-    files).
-    Otherwise sample k is tokens k*S ... k*S + S of the concatenated documents. Neighbours share one token."""
+    files). Otherwise sample k is tokens k*S ... k*S + S of the concatenated documents. Neighbours share one token."""
 
     def __init__(self, file: TokenFile, first: int, last: int, sequence_length: int):
         """Of documents first ... last-1."""

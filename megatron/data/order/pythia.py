@@ -119,9 +119,7 @@ class PythiaOrder(Order):
         if self.tokens < 1:
             raise too_small(file, self.tokens, sequence_length)
         if not 0 <= seed < 2**32:
-            raise DataError(
-                "data.seed", f"{seed} does not fit into 32 bits, as the pythia order needs", "give a smaller data.seed"
-            )
+            raise DataError("data.seed", f"{seed} exceeds the 32 bits of the pythia order", "give a smaller data.seed")
         self.epochs = epochs_for(samples or 0, self.tokens, sequence_length) if epochs is None else epochs
         if (self.epochs * self.tokens - 1) // sequence_length < 2:
             raise too_small(file, self.epochs * self.tokens, sequence_length)

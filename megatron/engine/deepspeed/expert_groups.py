@@ -9,8 +9,7 @@ label's part of a gradient is in exactly one term. This module sets the groups a
 * DeepSpeed expects such parameters only in layers of its own class.
 * Norms. The bf16 optimizer adds experts up over the expert axis, but not over tensor parallel ranks, which have
 slices of them here, nor over stages where some have no experts. ZeRO 1 and 2 take the norm of each optimizer group
-in turn, as a sum over all stages. Stages with different numbers of groups would wait for each other forever.
-"""
+in turn, as a sum over all stages. Stages with different numbers of groups would wait for each other forever."""
 
 import contextlib
 from collections.abc import Iterator

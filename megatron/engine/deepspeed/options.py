@@ -9,8 +9,7 @@ DeepSpeed's default is the compute type, ours is fp32.
 exists. Otherwise all of them exist twice at the end of a backward pass, and are filled with zeros before the next.
 * The throughput timer is off: the host would wait for the device before each forward pass.
 * `pipe_partitioned` and `grad_partitioned` are off: activations and gradients travel whole between pipeline stages.
-The partitioned form carries a single tensor with a gradient.
-"""
+The partitioned form carries a single tensor with a gradient."""
 
 from collections.abc import Mapping
 from typing import Any

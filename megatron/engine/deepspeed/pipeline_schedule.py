@@ -23,9 +23,8 @@ _ACCOUNTED = {FORWARD: "forward", BACKWARD: "backward", REDUCE: "backward", OPTI
 
 
 class _Schedule:
-    """A pipeline's schedule with a call of `look` between its steps. Each instruction is reported to the beacon.
-    Stages send and receive within the same steps, so no message is in flight where all have done the same number of
-    steps."""
+    """A pipeline's schedule with a call of `look` between its steps. Each instruction is reported to the beacon. Stages
+    send and receive within the same steps, so no message is in flight where all have done the same number of steps."""
 
     def __init__(self, schedule: Any, look: Look | None, beacon: Beacon) -> None:
         self._schedule, self._look, self._beacon = schedule, look, beacon

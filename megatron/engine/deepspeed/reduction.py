@@ -16,7 +16,7 @@ from .one_pass import SumsWithSquares
 from .sum_of_squares import norm
 
 
-def tell_of_reductions(engine: Any, beacon: Beacon, each: bool) -> None:
+def report_reductions(engine: Any, beacon: Beacon, each: bool) -> None:
     """Report reductions of gradients to the beacon. They come at the end of a backward pass, with ZeRO 0 and 1 only of
     the last one of a step. Where micro-batches are brief, only the last one is reported, and everything else counts as
     forward.

@@ -40,8 +40,7 @@ class Optimizer(Protocol):
     * The method `evaluation_weights(group, weights, state) -> Tensor` gives the weights to be evaluated, saved and
     exported, if they differ from those at which gradients are taken. They follow from these and the parameter's
     states, element by element, for any subset of the elements. The engine puts them in the place of the parameters
-    while it evaluates.
-    """
+    while it evaluates."""
 
     param_groups: list[dict[str, Any]]
     state: Mapping[Tensor, dict[str, Any]]

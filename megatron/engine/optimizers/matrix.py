@@ -1,10 +1,9 @@
 """Base of optimizers of whole matrices, such as Muon: matrices in their own groups, AdamW for the rest.
 
-A subclass defines the step of one whole matrix (`direction`). `whole.WholeTensors` chooses the rank that has it
-whole, and moves its parts there and back. The engine gives each rank's holdings once (`attach`). Without an engine
-each parameter is whole. A state is kept per element by the element's holder (`matrix_states`), or by the owner for
-the whole matrix (`owner_states`), in any size. Both are saved as parts of logical tensors, independent of the
-layout."""
+A subclass defines the step of one whole matrix (`direction`). `whole.WholeTensors` chooses the rank that has it whole,
+and moves its parts there and back. The engine gives each rank's holdings once (`attach`). Without an engine each
+parameter is whole. A state is kept per element by the element's holder (`matrix_states`), or by the owner for the whole
+matrix (`owner_states`), in any size. Both are saved as parts of logical tensors, independent of the layout."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType

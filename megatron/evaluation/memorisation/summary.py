@@ -227,9 +227,7 @@ def predict(early: Path, late: Path) -> ExtractionForecast:
     jobs = [read_job(folder) for folder in (early, late)]
     for name in ("context", "continuation"):
         if jobs[0][name] != jobs[1][name]:
-            raise ResultError(
-                f"both results must have the same --{name}: {early} has {jobs[0][name]}, {late} {jobs[1][name]}"
-            )
+            raise ResultError(f"both must have the same --{name}: {early} has {jobs[0][name]}, {late} {jobs[1][name]}")
     (first, known), (second, wanted) = _flags(early), _flags(late)
     common, at, place = np.intersect1d(first, second, assume_unique=True, return_indices=True)
     if not len(common):

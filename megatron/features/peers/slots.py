@@ -6,8 +6,7 @@ of the step, so any peer can compute it. In addition to the files of `rounds`:
 - `contributions/<step>/<slot>.<peer>`: the gradient of a slot.
 - `rounds/<step>.json`: the line: the peer and the hash of each slot, and the peers of the next step's slots.
 - `wanted/<peer>`: this peer lacks gradients of lines, and asks for a state.
-- `states/<step>/`: the state after a step, in pieces, from a living peer.
-"""
+- `states/<step>/`: the state after a step, in pieces, from a living peer."""
 
 import hashlib
 import json

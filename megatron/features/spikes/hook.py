@@ -28,12 +28,7 @@ class CannotRollBack(StepError):
 
 
 def roll_back(
-    config: Config,
-    world: World,
-    back: RollBack,
-    left_out: LeftOut,
-    log: Callable[[str], None],
-    levels: Levels | None = None,
+    config: Config, world: World, back: RollBack, left: LeftOut, log: Callable[[str], Any], levels: Levels | None = None
 ) -> StartPoint:
     """Find where the run continues. All ranks call it. Later checkpoints are put aside, then the ledger has an entry.
 
@@ -41,12 +36,12 @@ def roll_back(
     spike and goes back again.
 
     Args:
-        left_out: batches that the run has skipped so far.
+        left: batches that the run has skipped so far.
 
     Raises:
         CannotRollBack: no checkpoint is old enough, or `spikes.limit` is reached.
     """
-    options, done = spikes_of(config), len(left_out.pairs) - len(config.data.left_out)
+    options, done = spikes_of(config), len(left.pairs) - len(config.data.left_out)
     if done >= options.limit:
         raise CannotRollBack(
             f"{back.reason}, and the run has gone back {done} times already (spikes.limit). Check the data and "
@@ -65,8 +60,8 @@ def roll_back(
     for line in [*(levels.drop(found.step) if levels else ()), *store.set_aside(after=found.step)]:
         log(line)
     pair = (max(found.step, wanted), options.leave_out)
-    left_out = left_out + LeftOut((pair,))
-    facts = {"checkpoint": str(found.path), "left_out": [list(each) for each in left_out.pairs]}
+    left = left + LeftOut((pair,))
+    facts = {"checkpoint": str(found.path), "left_out": [list(each) for each in left.pairs]}
     if world.is_main:
         ledger = Ledger(Path(config.run.dir) / "ledger.jsonl")
         ledger.write("rollback", step=back.step, to=found.step, reason=back.reason, **facts)
@@ -75,7 +70,7 @@ def roll_back(
         f"{back.reason}: going back to {found.path}. From step {pair[0]} on {pair[1]} batches are skipped "
         f"(rollback {done + 1} of at most {options.limit})"
     )
-    return StartPoint(found, None, {**facts, "ledger": found.meta.ledger}, left_out)
+    return StartPoint(found, None, {**facts, "ledger": found.meta.ledger}, left)
 
 
 _DONE = {

@@ -29,9 +29,7 @@ class SpikeClipSection(Section):
 class AdaGCSection(Section):
     """AdaGC (arXiv 2502.11034)."""
 
-    threshold: float = key(
-        1.05, "action adagc: ratio of a gradient's norm to its moving norm from which a tensor is clipped.", gt=0
-    )
+    threshold: float = key(1.05, "action adagc: clip gradients from this ratio of norm to moving norm.", gt=0)
     decay: float = key(0.98, "Decay of the moving norms.", gt=0, lt=1)
     warmup: int = key(
         100,

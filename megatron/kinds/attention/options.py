@@ -61,9 +61,7 @@ class AttentionOptions(Section):
         "its queries and keys shrink so that the logit would have been the limit. The paper's value is 100.",
         gt=0,
     )
-    sinks: bool = key(
-        False, "Whether each head has a trained logit, first 0, with a share of the softmax and no value (GPT-OSS)."
-    )
+    sinks: bool = key(False, "Each head has a trained logit, first 0, with a softmax share and no value (GPT-OSS).")
     gate: Literal["none", "head", "channel"] = key(
         "none",
         "A gate on the output before its projection (Qiu et al. 2025): sigmoid of a further projection of the input, "

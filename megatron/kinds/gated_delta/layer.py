@@ -19,13 +19,6 @@ from megatron.kinds.common.attention.context_messages import scan_messages
 from megatron.kinds.common.recurrence.convolution import CONVOLUTIONS, Taps
 from megatron.kinds.common.recurrence.decays import PIECE
 from megatron.kinds.common.recurrence.recomputed import recomputed
-from megatron.kinds.common.recurrence.sequence_scan import (
-    carried_by_matrix,
-    document_begins,
-    last_document,
-    taps_after,
-    taps_before,
-)
 from megatron.kinds.gated_delta.options import KIND, GatedDeltaOptions
 from megatron.model.costs.exchanges import Around, LayerMessage
 from megatron.model.costs.traffic import Enter, Event, Shared, TensorAxis, column_events, row_events, whole_events
@@ -40,6 +33,7 @@ from megatron.parallel.layout.initial import ONES, Init, time_steps
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.shard import Role, Shard
 
+from ..common.recurrence.sequence_scan import carried_by_matrix, document_begins, last_document, taps_after, taps_before
 from . import kernels
 from .delta_rule import ends, gated_delta_rule
 from .householders import read, steps

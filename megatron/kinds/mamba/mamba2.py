@@ -18,25 +18,8 @@ from megatron.kinds.common.activations import scaled
 from megatron.kinds.common.attention.context_messages import scan_messages
 from megatron.kinds.common.recurrence.convolution import CONVOLUTIONS, Taps
 from megatron.kinds.common.recurrence.recomputed import recomputed
-from megatron.kinds.common.recurrence.sequence_scan import (
-    carried_by_decay,
-    document_begins,
-    last_document,
-    taps_after,
-    taps_before,
-)
 from megatron.kinds.mamba.options import MAMBA2, Mamba2Options, inner_channels
 from megatron.model.costs.exchanges import Around, LayerMessage
-from megatron.model.costs.traffic import (
-    Enter,
-    Event,
-    Shared,
-    Summed,
-    TensorAxis,
-    column_events,
-    row_events,
-    whole_events,
-)
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels.choice import choose_kernels
@@ -48,6 +31,8 @@ from megatron.parallel.layout.initial import ONES, Init, time_steps
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.shard import Role, Shard
 
+from ...model.costs.traffic import Enter, Event, Shared, Sum, TensorAxis, column_events, row_events, whole_events
+from ..common.recurrence.sequence_scan import carried_by_decay, document_begins, last_document, taps_after, taps_before
 from .ssd import SCANS, ends, gated_output, gated_rows
 
 
@@ -200,7 +185,7 @@ class Mamba2(nn.Module):
         taps: list[Event] = [Shared(read * options.convolution)]
         taps += [Shared(read)] if options.convolution_bias else []
         # of the norm, which keeps only its inputs
-        sums = [] if options.norm == "none" else [Summed(options.groups, wide=True, again=True)]
+        sums = [] if options.norm == "none" else [Sum(options.groups, wide=True, again=True)]
         return [*whole_events(read, H, options.bias), *taps, *sums, *doors]
 
     @staticmethod

@@ -23,16 +23,6 @@ from megatron.kinds.common.attention.pattern import Dropped, Pattern
 from megatron.kinds.common.attention.spread_keys import SpreadKeys
 from megatron.kinds.mla.options import MLAOptions
 from megatron.model.costs.exchanges import Around, LayerMessage
-from megatron.model.costs.traffic import (
-    Enter,
-    Event,
-    Shared,
-    TensorAxis,
-    column_events,
-    gathered_gradients,
-    row_events,
-    whole_events,
-)
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.logit_clip import LogitClip, Projection, largest_logits
@@ -43,6 +33,8 @@ from megatron.parallel.layers.collectives import enter, split_channels
 from megatron.parallel.layers.linear import ColumnLinear, RowLinear
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.random import site_key
+
+from ...model.costs.traffic import Enter, Event, Shared, TensorAxis, column_events, gathered, row_events, whole_events
 
 
 class MLA(nn.Module):
@@ -167,8 +159,8 @@ class MLA(nn.Module):
         queries = [*whole_events(rank, H, options.bias), Shared(rank)] if rank else []
         latents = [*whole_events(R + turned, H, options.bias), Shared(R)]
         latents += column_events(tensor, R + turned, heads * (options.nope_dim + turned))
-        latents += [*column_events(tensor, heads * (options.nope_dim + value)), *gathered_gradients(tensor, R)]
-        latents += [*column_events(tensor, rank), *gathered_gradients(tensor, rank)] if rank else []
+        latents += [*column_events(tensor, heads * (options.nope_dim + value)), *gathered(tensor, R)]
+        latents += [*column_events(tensor, rank), *gathered(tensor, rank)] if rank else []
         return [Enter(H), *queries, *latents, *row_events(H, options.bias, tensor, options.heads * value)]
 
     @staticmethod

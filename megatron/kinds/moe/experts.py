@@ -60,19 +60,13 @@ class StackedExperts(nn.Module):
     With depth, a rank may have some of the experts and gather the others for its own tokens."""
 
     def __init__(
-        self,
-        make: ParameterFactory,
-        shape: tuple[int, int, int],
-        *,
-        shard: Shard,
-        bias: bool = False,
-        **description: Any,
+        self, make: ParameterFactory, shape: tuple[int, int, int], *, shard: Shard, bias: bool = False, **about: Any
     ):
         super().__init__()
         self.rows = make.mesh.gathered_experts
         self.first, self.columns, self.mine = shard.dim == 1, make.mesh.columns, True
         stream = 2 if self.first else 1
-        self.weight = make.parameter("weight", shape, shard=shard, experts=True, stream=stream, **description)
+        self.weight = make.parameter("weight", shape, shard=shard, experts=True, stream=stream, **about)
         self.bias, self.beside, self.multiply = None, (0, 0), multiply
         if bias:
             axis, cut = make.mesh.expert_tensor, shard if self.first else Shard(1)

@@ -53,7 +53,6 @@ class Balance(ExpertTally):
 
     @torch.no_grad()
     def add(self, numbers: Tensor) -> None:
-        """Add `numbers`."""
         self.tally += numbers
 
     @torch.no_grad()

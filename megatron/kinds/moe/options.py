@@ -42,9 +42,7 @@ class RouterOptions(Section):
         "causal. hash: a fixed table gives the experts of each token id, and the scores only their weights (the first "
         "layers of DeepSeek-V4).",
     )
-    normalize: bool = key(
-        False, "Weights of a token's experts are its scores over their sum (Mixtral), else the scores (OLMoE)."
-    )
+    normalize: bool = key(False, "Weights of a token's experts: scores over their sum (Mixtral), else scores (OLMoE).")
     scale: float = key(1.0, "The weights are multiplied by this (DeepSeek's routed_scaling_factor).", gt=0)
     groups: int = key(1, "Equal groups of experts. A token may choose from top_groups of them.", gt=0)
     top_groups: Derivable[int] = key(
@@ -62,9 +60,7 @@ class RouterOptions(Section):
         "fixed amount towards the mean (DeepSeek-V3). No gradient, no auxiliary loss.",
     )
     correction_rate: float = key(1e-3, "How far the correction moves in a step.", ge=0)
-    jitter: float = key(
-        0.0, "In training uniform noise in [1 - jitter, 1 + jitter] multiplies router inputs (Switch).", ge=0, lt=1
-    )
+    jitter: float = key(0.0, "In training uniform noise of 1 ± jitter multiplies router inputs (Switch).", ge=0, lt=1)
     sinkhorn_iterations: int = key(1, "sinkhorn: rounds of balancing.", gt=0)
     sinkhorn_start: Literal["load", "ones"] = key(
         "load", "sinkhorn: first column factors: one over each expert's sum (BlackMamba), or one (Megatron)."
@@ -133,9 +129,7 @@ class MoEOptions(Section):
         gt=0,
     )
     router: RouterOptions = key(RouterOptions, "Choice of experts.")
-    losses: AuxiliaryLossOptions = key(
-        AuxiliaryLossOptions, "Losses on the router, of each layer, added to the model's."
-    )
+    losses: AuxiliaryLossOptions = key(AuxiliaryLossOptions, "Losses on each layer's router, added to the model's.")
 
 
 def _weights(options: MoEOptions, width: int) -> tuple[int, int]:

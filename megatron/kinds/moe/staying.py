@@ -3,8 +3,7 @@
 Every rank has the keys and values of all texts, and plans the same passes. Before the experts of a layer, each token's
 row of the residual stream goes to the rank of its best expert. The next layer continues there, since the keys that it
 attends to are there too. Rows of a token's other experts go from there and back. At the end of a pass the ranks gather
-the last rows, and the new keys and values of all layers. The experts of a layer may be on any ranks
-(`placement.py`).
+the last rows, and the new keys and values of all layers. The experts of a layer may be on any ranks (`placement.py`).
 
 A pass with several tokens of one text needs the keys of earlier ones in each layer. There the texts are divided over
 the ranks, and rows return after each layer.

@@ -70,8 +70,7 @@ def wkv4(
 def ends(
     k_BSd: Tensor, v_BSd: Tensor, decay_d: Tensor, starts_BS: Tensor | None, *, chunk: int
 ) -> tuple[State, Tensor]:
-    """The state from zeros, and the addition to the exponent of a state before, [B, d]. Arguments as in
-    `wkv4`."""
+    """The state from zeros, and the addition to the exponent of a state before, [B, d]. Arguments as in `wkv4`."""
     zero = k_BSd.new_zeros((k_BSd.shape[0], k_BSd.shape[2]), dtype=wide_type(k_BSd.dtype))
     state = (zero, zero, zero + NOTHING)
     for (k, v), starts in pieces([k_BSd, v_BSd], chunk, starts_BS):
@@ -102,25 +101,18 @@ def _end(
 
 
 def _piece(
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    bonus: Tensor,
-    numerator: Tensor,
-    denominator: Tensor,
-    largest: Tensor,
-    starts: Tensor | None,
+    k: Tensor, v: Tensor, decay: Tensor, u: Tensor, over: Tensor, under: Tensor, largest: Tensor, starts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype, runs, w = v.dtype, Runs.of(k.shape[1], starts, k.device), -decay.exp()
     k, v = runs.cut(at_least_fp32(k)), runs.cut(at_least_fp32(v))
-    (numerators, denominators, exponents), state = _between(runs, k, v, w, (numerator, denominator, largest))
+    (numerators, denominators, exponents), state = _between(runs, k, v, w, (over, under, largest))
 
     steps = torch.arange(runs.run, device=k.device).view(1, 1, -1, 1)
     of_state = exponents.unsqueeze(2) + steps * w
     reads = runs.reads_state
     if reads is not None:
         of_state = of_state.masked_fill(~reads.unsqueeze(-1), NOTHING)
-    terms = [bonus + k]
+    terms = [u + k]
     for distance in range(1, runs.run):
         seen = runs.sees(distance).unsqueeze(-1)
         terms.append((earlier_in_run(k, distance) + (distance - 1) * w).masked_fill(~seen, NOTHING))

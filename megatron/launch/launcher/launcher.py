@@ -113,7 +113,7 @@ class Launcher:
             if self.listener:
                 listener = self.listener
                 self.selector.register(listener.ready, selectors.EVENT_READ, lambda: self._visitors(listener))
-            while not self._over():
+            while not all(host.phase in ("done", "lost") for host in self.hosts):
                 self._start_waiting()
                 for key, _ in self.selector.select(0.2):
                     key.data()
@@ -138,9 +138,6 @@ class Launcher:
         return Result(status, first, tuple(self.failures), tuple(self.signals), seconds, self.started, since, ended=now)
 
     # ---- the loop
-
-    def _over(self) -> bool:
-        return all(host.phase in ("done", "lost") for host in self.hosts)
 
     def _catch_signals(self) -> Callable[[], None]:
         # Under nohup a lost terminal is no reason to stop.
@@ -404,7 +401,6 @@ class Launcher:
         self.deadline = at if self.deadline is None else min(at, self.deadline)
 
     def broadcast(self, message: dict) -> None:
-        """Send a message to all agents."""
         for link in self._links():
             link.send(message)
 

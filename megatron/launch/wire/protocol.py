@@ -24,7 +24,6 @@ MARK = b"\x1e"  # starts each line of an agent, which separates it from lines of
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """One message as one line."""
     return (
         MARK + json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape") + b"\n"
     )

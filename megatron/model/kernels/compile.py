@@ -10,16 +10,14 @@ Compiled blocks as CUDA graphs (`training.cuda_graphs`): each pass of a block is
 that the host launches one graph where it launched some thirty kernels.
 
 A graph reads and writes the memory that it was recorded with. torch's compiler does the recording (its "trees" of
-graphs, a path for the blocks in their order). It relies on rules
-here and in `config/rules/gpu.py`:
+graphs, a path for the blocks in their order). It relies on rules here and in `config/rules/gpu.py`:
 
 * Weights stay where they are. DeepSpeed moves them into its flat tensors before the first pass. ZeRO 3 and offloading,
   which move them later, are refused.
 * Gradients leave the graph's memory, which the next replay overwrites while DeepSpeed still sums them: a copy of 16
   bits per weight.
 * `begin_pass` marks a new pass through the model: activations of the pass before (of an evaluation, which no backward
-  pass frees) may be overwritten then.
-"""
+  pass frees) may be overwritten then."""
 
 from __future__ import annotations
 

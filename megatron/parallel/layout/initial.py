@@ -2,9 +2,8 @@
 
 A tensor is cut into tiles of fixed size. Each tile has its own counter-based stream (Philox, keyed by seed, name and
 tile), so any shard of any layout has the same values. A rank makes only the tiles that overlap its shard, and needs
-memory for one more tile in each thread. Orthogonal matrices are the
-exception: each element depends on all others, so a rank makes the whole of each matrix that it has a part of, one after
-the other."""
+memory for one more tile in each thread. Orthogonal matrices are the exception: each element depends on all others, so a
+rank makes the whole of each matrix that it has a part of, one after the other."""
 
 import hashlib
 import itertools

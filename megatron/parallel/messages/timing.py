@@ -281,7 +281,7 @@ def measure_offset(now: Callable[[], int], device: torch.device | str = "cpu") -
     return bounded(starts, ends, *theirs.tolist())
 
 
-def find_latest(timed: Sequence[Timed], device: torch.device | str = "cpu") -> None:
+def find_last(timed: Sequence[Timed], device: torch.device | str = "cpu") -> None:
     """Set `latest` of each message of a step. All ranks call it after the same step.
 
     The n-th collective of a group is the same on all its members, and the n-th message that one rank sends is the n-th

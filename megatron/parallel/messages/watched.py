@@ -23,22 +23,9 @@ from megatron.worker.beacon import PEERS, Beacon, ranks_text
 from ..layout.mesh import Mesh
 
 COLLECTIVES = (
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_coalesced",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "barrier",
-    "monitored_barrier",
-)
+    "all_reduce all_reduce_coalesced all_gather all_gather_into_tensor all_gather_coalesced reduce_scatter "
+    "reduce_scatter_tensor all_to_all all_to_all_single broadcast reduce gather scatter barrier monitored_barrier"
+).split()
 MESSAGES = ("send", "recv")
 UNEVEN = ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier")
 

@@ -21,17 +21,6 @@ from megatron.model.kernels.compile import choose_compilation
 from megatron.parallel.layers.parameters import logical_of
 from megatron.parallel.layout.layout import AXES
 from megatron.parallel.messages.account import Recorder, phase
-from megatron.parallel.messages.timing import (
-    Clock,
-    DeviceClock,
-    HostClock,
-    Message,
-    Offset,
-    Timed,
-    Timer,
-    find_latest,
-    measure_offset,
-)
 from megatron.parallel.messages.traffic import Duration, Durations, MessageKind, Tally, members_text
 from megatron.parallel.transport.routes import installed_routes
 from megatron.plan.candidate import on_device
@@ -39,6 +28,7 @@ from megatron.plan.messages.predict import predict
 from megatron.report.communication import FOLDER, AccountFile, by_group, step_table
 from megatron.report.message_trace import write_events
 
+from ...parallel.messages.timing import DeviceClock, HostClock, Message, Offset, Timed, Timer, find_last, measure_offset
 from ..algorithms import hosts_of
 from ..exchange import StepReport, report_traffic
 from ..hook import Hook, HookContext
@@ -91,11 +81,6 @@ class StepMessages:
         return {"step": self.step, "clock_error": offset.error, "spans": self.spans, "messages": rows}
 
 
-def clock_of(device: torch.device) -> Clock:
-    """The clock for marks on a device."""
-    return HostClock() if device.type == "cpu" else DeviceClock(torch.get_device_module(device))
-
-
 class MessageTimes:
     """Times the recorder's messages between the beginning and the end of timed steps."""
 
@@ -131,7 +116,7 @@ class MessageTimes:
             timed = [Timed(each, clock, back) for each in messages]
             if dist.is_initialized() and dist.get_world_size() > 1:
                 with phase("times"):
-                    find_latest(timed, self._device)
+                    find_last(timed, self._device)
             read = [(name, clock.read(a) - back, clock.read(b) - back) for name, a, b in spans]
             found = StepMessages(at, timed, read)
             for each in messages:
@@ -220,7 +205,10 @@ class CommunicationHook(Hook):
     def on_start(self, trainer: Trainer) -> None:
         mesh = trainer.mesh
         device = trainer.exchange.device
-        self._recorder = Recorder(mesh, clock_of(device) if self._timed else None)
+        clock = None
+        if self._timed:
+            clock = HostClock() if device.type == "cpu" else DeviceClock(torch.get_device_module(device))
+        self._recorder = Recorder(mesh, clock)
         label_layers(self._recorder, trainer.engine.module, inside=self._inside)
         place = {axis: getattr(mesh.at, axis) for axis in AXES if axis != "context" or mesh.context.size > 1}
         expected, self._varies, self._predicted = _expected(trainer)

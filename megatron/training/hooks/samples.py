@@ -17,8 +17,7 @@ class SamplesHook(Hook):
     samples.jsonl.
 
     Args:
-        generate: (prompts, options, step) -> one continuation per prompt. All ranks call it together, rank 0's
-            count.
+        generate: (prompts, options, step) -> one continuation per prompt. All ranks call it together, rank 0's count.
     """
 
     def __init__(self, options: SampleOptions, generate: Generate, folder: str | Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from megatron.checkpoint.format.communicator import Communicator, from_rank_0
-from megatron.checkpoint.format.durable import MANIFEST_NAME, META_NAME
+from megatron.checkpoint.format.durable import MANIFEST, META
 from megatron.checkpoint.format.errors import Unreachable, brief
 from megatron.checkpoint.format.index import checksum
 from megatron.checkpoint.save.saver import Copies, Copy
@@ -40,7 +40,7 @@ def local_path(where: str, checkpoints: Path, communicator: Communicator, config
         CheckpointError: on every rank, if it is missing, is damaged or cannot be converted.
     """
     given = Path(where)
-    if "://" not in where and (not (given / "config.json").is_file() or (given / META_NAME).is_file()):
+    if "://" not in where and (not (given / "config.json").is_file() or (given / META).is_file()):
         return where
     path, failure = from_rank_0(
         communicator, lambda: str(fetched(where, checkpoints / FOLDER, config)), OSError, ValueError, CheckpointError
@@ -105,7 +105,7 @@ def ledger_of(path: Path) -> Path | None:
             return of_run
     if not (near := path.parent / LEDGER).exists():
         return None
-    manifest = checksum((path / MANIFEST_NAME).read_bytes())
+    manifest = checksum((path / MANIFEST).read_bytes())
     known = any(manifest == entry.get("manifest") for entry in read_ledger(near))
     return near if known else None
 

@@ -28,22 +28,9 @@ from ..world import World
 
 # Keys that do not change what is trained.
 _UNREMARKABLE = (
-    "run",
-    "launch",
-    "checkpoint",
-    "logging",
-    "evaluation",
-    "parallel",
-    "zero",
-    "training.accumulation",
-    "training.micro_batch_size",
-    "training.loss_chunk",
-    "training.stop_at_step",
-    "training.stop_after",
-    "data.cache",
-    "data.workers",
-    "data.prefetch",
-)
+    "run launch checkpoint logging evaluation parallel zero training.accumulation training.micro_batch_size "
+    "training.loss_chunk training.stop_at_step training.stop_after data.cache data.workers data.prefetch"
+).split()
 
 
 def last_sample(

@@ -10,7 +10,7 @@ import torch
 
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.format.container import header
-from megatron.checkpoint.format.durable import MANIFEST_NAME, META_NAME
+from megatron.checkpoint.format.durable import MANIFEST, META
 from megatron.checkpoint.format.index import INDEX_NAME, checksum
 
 
@@ -25,7 +25,7 @@ def to_format_1(path: Path) -> Path:
         {"vocabulary": vocabulary.to_json()},
     )
     (path / INDEX_NAME).write_bytes(start + first.tobytes() + rows.tobytes())
-    parts = {name: (path / name).read_bytes() for name in (INDEX_NAME, META_NAME)}
+    parts = {name: (path / name).read_bytes() for name in (INDEX_NAME, META)}
     files = [
         {name: getattr(record, name) for name in ("path", "size", "header", "table", "begin", "end")}
         for record in records
@@ -33,5 +33,5 @@ def to_format_1(path: Path) -> Path:
     parts = {name: {"size": len(data), "checksum": checksum(data)} for name, data in parts.items()}
     content = json.dumps({"format": 1, "files": files, "parts": parts})
     manifest = json.dumps({"checksum": checksum(content.encode()), "content": content})
-    (path / MANIFEST_NAME).write_text(manifest)
+    (path / MANIFEST).write_text(manifest)
     return path

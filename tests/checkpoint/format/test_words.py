@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from megatron.checkpoint import CheckpointError, open_checkpoint, save
-from megatron.checkpoint.format.durable import MANIFEST_NAME, META_NAME
+from megatron.checkpoint.format.durable import MANIFEST, META
 from megatron.checkpoint.format.index import INDEX_NAME, checksum
 from megatron.checkpoint.format.index_file import IndexSeal
 from megatron.checkpoint.reshape import reshape
@@ -57,7 +57,7 @@ CONTENTS = [
 
 def sealed(name: str, content: bytes, version: int) -> dict:
     """A part of a manifest whose checksums fit a content: of an index, one that is a header and nothing more."""
-    if version == 1 or name == META_NAME:
+    if version == 1 or name == META:
         return {"size": len(content), "checksum": checksum(content)}
     size = len(content)
     return asdict(IndexSeal(size, checksum(content), size, size, checksum(b"")))
@@ -66,23 +66,23 @@ def sealed(name: str, content: bytes, version: int) -> dict:
 @pytest.mark.parametrize("content", CONTENTS, ids=lambda content: repr(content[:24]))
 def test_a_damaged_manifest_is_told_in_words(tmp_path, content):
     path = write(tmp_path, 1)
-    (path / MANIFEST_NAME).write_bytes(content)
+    (path / MANIFEST).write_bytes(content)
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(path)
     assert not PYTHON.search(str(error.value)), str(error.value)
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("name", [META_NAME, INDEX_NAME])
+@pytest.mark.parametrize("name", [META, INDEX_NAME])
 @pytest.mark.parametrize(
     "content", CONTENTS[:8] + [b"\x02" + bytes(7) + b"[]", b"\x02" + bytes(7) + b"{}"], ids=range(10)
 )
 def test_parts_with_a_checksum_that_fits_are_told_in_words(tmp_path, name, content, version):
     path = to_format_1(write(tmp_path, 1)) if version == 1 else write(tmp_path, 1)
     (path / name).write_bytes(content)
-    inner = json.loads(json.loads((path / MANIFEST_NAME).read_bytes())["content"])
+    inner = json.loads(json.loads((path / MANIFEST).read_bytes())["content"])
     inner["parts"][name] = sealed(name, content, version)
-    (path / MANIFEST_NAME).write_bytes(resealed(inner))
+    (path / MANIFEST).write_bytes(resealed(inner))
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(path)
     assert not PYTHON.search(str(error.value)), str(error.value)

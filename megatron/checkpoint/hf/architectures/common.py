@@ -128,9 +128,7 @@ def dense(
 
 
 def mixed(
-    mixers: dict[str, str],
-    ffns: Callable[[PreTrainedConfig], list[str]] = lambda theirs: theirs.mlp_layer_types,
-    **others: Any,
+    mixers: dict[str, str], ffns: Callable[[PreTrainedConfig], list[str]] = lambda t: t.mlp_layer_types, **others: Any
 ) -> Listed:
     """Layers with any of these mixers (ours -> theirs) and an MLP ("dense") or experts ("sparse").
 

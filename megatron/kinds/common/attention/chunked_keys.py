@@ -193,8 +193,7 @@ class ChunkedKeys:
         dropout: Dropped | None,
         sinks_n: Tensor | None,
     ) -> Tensor:
-        """Attention of a chunk's queries to its keys and the keys of earlier chunks. Arguments as in
-        `attend`."""
+        """Attention of a chunk's queries to its keys and the keys of earlier chunks. Arguments as in `attend`."""
         self.kept.add(chunk, k, v, documents_BS, pattern.window)
         self.length = chunk.first + chunk.tokens
         if dropout is not None:

@@ -44,13 +44,7 @@ class AttentionEntropy:
 
     @torch.no_grad()
     def see(
-        self,
-        q: Tensor,
-        k: Tensor,
-        pattern: Pattern,
-        stream: Stream,
-        context: ContextGroup,
-        sinks_n: Tensor | None = None,
+        self, q: Tensor, k: Tensor, pattern: Pattern, stream: Stream, group: ContextGroup, sinks_n: Tensor | None = None
     ) -> None:
         """Measure a forward pass. All ranks that share the sequence call it.
 
@@ -59,11 +53,11 @@ class AttentionEntropy:
             stream: has the documents of these tokens.
             sinks_n: a logit of each head that takes its share of the softmax.
         """
-        documents, places = stream.documents, context.places(q.shape[2], q.device)
+        documents, places = stream.documents, group.places(q.shape[2], q.device)
         whole = documents
-        if context.size > 1:
-            k = context.gather(k.transpose(1, 2)).transpose(1, 2)
-            whole = None if documents is None else context.gather_numbers(documents)
+        if group.size > 1:
+            k = group.gather(k.transpose(1, 2)).transpose(1, 2)
+            whole = None if documents is None else group.gather_numbers(documents)
         found = q.new_zeros((), dtype=torch.float64)
         for first in range(0, q.shape[2], ROWS):
             part = slice(first, first + ROWS)
