@@ -162,8 +162,7 @@ def there_are_problems_and_rewards(context: RuleContext) -> Iterator[Problem]:
         )
     if own.curriculum is not None and (own.environment is None or own.difficulty[0] == own.difficulty[-1]):
         yield context.problem(
-            "align.curriculum",
-            "align.difficulty",
+            "align.curriculum align.difficulty",
             rule="must come with align.environment and two difficulties",
             fix="use align.difficulty=[1, 5], or remove it",
         )
@@ -190,10 +189,7 @@ def there_are_problems_and_rewards(context: RuleContext) -> Iterator[Problem]:
             yield context.problem(name, needs, rule=f"must come with {needs}, and is not read here", fix="remove it")
     if own.evaluate is not None and own.environment is None and own.held_out is None:
         yield context.problem(
-            "align.held_out",
-            "align.evaluate",
-            rule="must be a file of prompts",
-            fix="give one, or remove align.evaluate",
+            "align.held_out align.evaluate", rule="must be a file of prompts", fix="give one, or remove align.evaluate"
         )
 
 
@@ -204,23 +200,19 @@ def rounds_are_whole(context: RuleContext) -> Iterator[Problem]:
     size = training.global_batch_size * own.updates
     if size % own.group:
         yield context.problem(
-            "align.group",
-            "training.global_batch_size",
-            "align.updates",
+            "align.group training.global_batch_size align.updates",
             rule=f"must divide the {size} completions of a round (training.global_batch_size * align.updates)",
             fix="change one of them",
         )
     if own.group < 2 and own.advantage != "reward":
         yield context.problem(
-            "align.group",
-            "align.advantage",
+            "align.group align.advantage",
             rule="must be at least 2: an advantage compares completions of one prompt",
             fix="use align.group=8, or align.advantage=reward",
         )
     if own.tokens >= training.sequence_length:
         yield context.problem(
-            "align.tokens",
-            "training.sequence_length",
+            "align.tokens training.sequence_length",
             rule=f"must leave room for a prompt in training.sequence_length = {training.sequence_length}",
             fix="use a smaller one, or longer samples",
         )
@@ -263,8 +255,7 @@ def routes_are_the_decoders(context: RuleContext) -> Iterator[Problem]:
             )
     if (reason := obstacle(config)) is not None:
         yield context.problem(
-            "align.routes",
-            "model.layers",
+            "align.routes model.layers",
             rule=f"must be trainer where the decoder does not read texts: {reason}",
             fix="use align.routes=trainer",
         )
@@ -306,8 +297,7 @@ def the_run_fits(context: RuleContext) -> Iterator[Problem]:
         )
     if server.url is not None and context.option("adapter.type") not in (None, "none"):
         yield context.problem(
-            "adapter.type",
-            "align.server.url",
+            "adapter.type align.server.url",
             rule="must be none with a server, which gets whole weights",
             fix="use adapter.type=none, or remove align.server",
         )
@@ -317,8 +307,7 @@ def the_run_fits(context: RuleContext) -> Iterator[Problem]:
         )
     if config.evaluation.every is not None or config.evaluation.at_start or config.evaluation.at_end:
         yield context.problem(
-            "evaluation.every",
-            "evaluation.at_end",
+            "evaluation.every evaluation.at_end",
             rule="must be off with align, which evaluates on held-out problems",
             fix="use evaluation.at_end=false, and align.evaluate",
         )
@@ -335,8 +324,7 @@ def the_run_fits(context: RuleContext) -> Iterator[Problem]:
         )
     if config.objective.options.get("beta") and config.training.weight_average is None:
         yield context.problem(
-            "training.weight_average",
-            "objective.options",
+            "training.weight_average objective.options",
             rule="must be given with beta: the average of the weights is the reference, and with 1 they are the first",
             fix="use training.weight_average=1, or remove beta",
         )

@@ -178,8 +178,7 @@ def names_are_of_members(context: RuleContext) -> Iterator[Problem]:
     bad = [each for each in (*own.members, own.run) if not NAME.fullmatch(each)]
     if bad or len(set(own.members)) < len(own.members) or not own.members:
         yield context.problem(
-            "peers.members",
-            "peers.run",
+            "peers.members peers.run",
             rule="must be different names of letters, digits, - and _: two peers with one name would read one share of "
             "the data",
             fix="list each peer once",
@@ -189,8 +188,7 @@ def names_are_of_members(context: RuleContext) -> Iterator[Problem]:
         yield context.problem("peers.name", "peers.members", rule="must be one of peers.members", fix=fix)
     if own.quorum > len(own.members):
         yield context.problem(
-            "peers.quorum",
-            "peers.members",
+            "peers.quorum peers.members",
             rule=f"must be at most {len(own.members)}, the number of members: no round would have that many",
             fix="lower it, or add members",
         )
@@ -236,8 +234,7 @@ def keys_are_secret(context: RuleContext) -> Iterator[Problem]:
     served = {SERVER} if (own.folder or "").startswith(TCP) else set()
     if set(own.public_keys) != {*own.members, *served} or not all(map(HEX.fullmatch, own.public_keys.values())):
         yield context.problem(
-            "peers.public_keys",
-            "peers.members",
+            "peers.public_keys peers.members",
             rule="must have one key of 64 hexadecimal digits for each member"
             + (f", and the key of `deepy peers serve` as {SERVER}" if served else ""),
             fix="each peer prints its own with: deepy peers key FILE",

@@ -29,8 +29,7 @@ def indexer_turns_channels(at: KindUse[DSAOptions]) -> Iterator[Problem]:
     own = at.options
     if own.index_dim < own.rope_dim and own.position == "rotary":
         yield at.problem(
-            ".index_dim",
-            ".rope_dim",
+            ".index_dim .rope_dim",
             rule=f"the indexer turns rope_dim channels: index_dim must be at least {own.rope_dim}",
             fix=f"use index_dim: {own.rope_dim}",
         )

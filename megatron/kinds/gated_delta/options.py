@@ -74,8 +74,7 @@ class GatedDeltaOptions(RecurrentOptions):
 def rank_is_of_channels(at: KindUse[GatedDeltaOptions]) -> Iterator[Problem]:
     if at.options.decay == "head" and at.options.rank is not None:
         yield at.problem(
-            ".rank",
-            ".decay",
+            ".rank .decay",
             rule="must be null with one decay per head, whose matrices are not of low rank",
             fix="remove it, or use decay: channel",
         )

@@ -241,8 +241,7 @@ def router_states_have_a_first(context: RuleContext) -> Iterator[Problem]:
     routers = [use for use in context.layers("moe") if use.options.router.network == "mlp"]
     if routers and routers[0].options.router.average:
         yield routers[0].problem(
-            ".router.average",
-            "model.layers",
+            ".router.average model.layers",
             rule="the first MoE layer with an MLP router must not average: there is no router state before it",
             fix="name a variant there, as in 'attention/moe@first (attention/moe) x7' with model.variants.first: "
             "{router: {average: false}}",

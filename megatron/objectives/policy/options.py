@@ -89,9 +89,7 @@ def routes_can_be_replayed(context: RuleContext) -> Iterator[Problem]:
     choices = {router.select for router in routers}
     if choices - {"top_k", "hash"} or core_of(config.model.blocks):
         yield context.problem(
-            "model.moe.router.select",
-            "model.layers",
-            "objective.options",
+            "model.moe.router.select model.layers objective.options",
             rule="must be top_k or hash with replay, and the stack have no recurrent group",
             fix="use select: top_k, or remove replay",
         )

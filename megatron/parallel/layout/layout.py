@@ -165,6 +165,11 @@ class Layout:
         data, context = divmod(place, self.context)
         return replace(at, data=data, context=context)
 
+    def stage_ranks(self, at: Coordinates) -> list[Coordinates]:
+        """Ranks of the pipeline stage of the one at `at`: replica by replica, each with its tensor parallel ranks."""
+        replicas = (self.at_replica(at, place) for place in range(self.replicas))
+        return [replace(each, tensor=tensor) for each in replicas for tensor in range(self.tensor)]
+
     def expert_place(self, at: Coordinates) -> int:
         """The place of a rank on the line over which experts are spread."""
         return self.replica(at) * self.tensor + at.tensor if self.folded else self.replica(at)

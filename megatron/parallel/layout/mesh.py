@@ -134,12 +134,7 @@ def stage_axis(mesh: Mesh) -> Axis:
     layout, at = mesh.layout, mesh.at
     if layout.replicas * layout.tensor == 1:
         return ALONE
-    line = [
-        replace(layout.at_replica(at, place), tensor=tensor)
-        for place in range(layout.replicas)
-        for tensor in range(layout.tensor)
-    ]
-    return _axis(layout, line, mesh.rank, mesh.timeout, (mesh.tensor, mesh.replicas))
+    return _axis(layout, layout.stage_ranks(at), mesh.rank, mesh.timeout, (mesh.tensor, mesh.replicas))
 
 
 def new_group(

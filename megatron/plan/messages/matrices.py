@@ -4,7 +4,7 @@ The layout and DeepSpeed 0.19.8's order of parameters determine the elements of 
 rest from them at its start (`optimizers.whole`)."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor, nn
@@ -45,11 +45,7 @@ def matrix_messages(
         optimizer_at: the optimizer of another rank of this stage, without values.
     """
     layout, at = mesh.layout, mesh.at
-    places = [
-        replace(layout.at_replica(at, place), tensor=tensor)
-        for place in range(layout.replicas)
-        for tensor in range(layout.tensor)
-    ]
+    places = layout.stage_ranks(at)
     if len(places) == 1:
         return
     ranks = tuple(map(layout.rank, places))
