@@ -97,7 +97,7 @@ def test_a_run_goes_on(run):
 
 
 def test_several_ranks_are_refused():
-    with pytest.raises(ValueError, match="resolve it with ranks=1"):
+    with pytest.raises(ValueError, match="give ranks=1"):
         deepy.train(deepy.resolve(*WORDS, ranks=2))
 
 

@@ -107,7 +107,7 @@ def train(resolved: Resolved, *, quiet: bool = True) -> Run:
         ConfigError, CheckpointError, DataError: as on the command line.
     """
     if resolved.ranks not in (None, 1):
-        raise ValueError(f"this configuration is for {resolved.ranks} ranks: resolve it with ranks=1, or `deepy train`")
+        raise ValueError(f"this configuration is for {resolved.ranks} ranks: give ranks=1, or use `deepy train`")
     import torch.distributed
 
     from megatron.config import config_hash

@@ -194,7 +194,7 @@ class OpenModel:
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
             found = [name for name in self.modules if _fits(name, pattern)]
             if not found:
-                raise KeyError(f"no layer {pattern!r}. The names are in .layers: {', '.join(self.layers[:8])}, ...")
+                raise KeyError(f"there is no layer {pattern!r}. See .layers: {', '.join(self.layers[:8])}, ...")
             chosen += found
         return list(dict.fromkeys(chosen))
 

@@ -70,7 +70,7 @@ def overview() -> str:
     """The help of the whole command."""
     found = verbs()
     width = 2 + max(len(verb.words[-1]) for verb in found)
-    lines = [f"usage: {USAGE}", "", "Train language models: one YAML in, a trained model out, on any layout.", ""]
+    lines = [f"usage: {USAGE}", "", "Train language models: one YAML in, a model out, on any parallel layout.", ""]
     lines += [_row(verb.name, verb.help, width) for verb in found if len(verb.words) == 1]
     for name in dict.fromkeys(verb.words[0] for verb in found if len(verb.words) == 2):
         lines += ["", f"{name}: {GROUPS.get(name, 'tools')}"]

@@ -117,8 +117,8 @@ class RotaryScaling(Section):
     original_length: Needed[int] = key(
         None, "Context length the frequencies were made for. llama3, yarn and dynamic need it.", unit="tokens", gt=0
     )
-    low_frequency_factor: float = key(1.0, "llama3: wavelengths above original_length over this stretch fully.", gt=0)
-    high_frequency_factor: float = key(4.0, "llama3: wavelengths below original_length over this do not stretch.", gt=0)
+    low_frequency_factor: float = key(1.0, "llama3: full stretch of wavelengths above original_length / this.", gt=0)
+    high_frequency_factor: float = key(4.0, "llama3: no stretch of wavelengths below original_length / this.", gt=0)
     beta_fast: float = key(32.0, "yarn: number of rotations above which a frequency is not stretched.", gt=0)
     beta_slow: float = key(1.0, "yarn: number of rotations below which a frequency is fully stretched.", gt=0)
     truncate: bool = key(True, "yarn: round the two channels between which frequencies are stretched (not: GPT-OSS).")

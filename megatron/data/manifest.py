@@ -77,7 +77,7 @@ class BlockChecksums:
             if len(sums) != -(-len(self._bytes) // self._size):
                 raise ValueError(f"it has {len(sums)} blocks for {len(self._bytes)} bytes")
         except (ValueError, KeyError, TypeError, OverflowError, binascii.Error) as error:
-            raise DataError(file.prefix, f"its manifest's checksums are damaged ({error})", "copy it again") from error
+            raise DataError(file.prefix, f"its block checksums are damaged ({error})", "copy the manifest") from error
         self._sums, self._checked = sums, bytearray(len(sums))
 
     def check(self, document: int, start: int, length: int) -> None:
@@ -184,4 +184,4 @@ def read_manifest(prefix: str | os.PathLike) -> Manifest | None:
             raise ValueError("another format")
         return Manifest(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(path, f"it is no intact manifest ({error})", "make the pair again, or remove it") from error
+        raise DataError(path, f"it is no intact manifest ({error})", "remake the pair, or remove this file") from error

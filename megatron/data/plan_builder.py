@@ -167,7 +167,7 @@ class _Builder:
         if self.data.split is None:
             return None
         if len(self.data.train) != 1:
-            raise DataError("data.split", f"it cuts one file, not {len(self.data.train)}", "give data.validation")
+            raise DataError("data.split", f"cuts one training file, not {len(self.data.train)}", "give data.validation")
         bounds = split_bounds(list(self.data.split), len(TokenFile(section.path)))
         part = {"train": 0, "validation": 1, "test": 2}[self.split]
         if bounds[part] >= bounds[part + 1]:

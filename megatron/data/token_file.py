@@ -170,7 +170,7 @@ class TokenFile:
         index = self.document_index
         falling = any((np.diff(index[first : first + _CHUNK + 1]) < 0).any() for first in range(0, len(index), _CHUNK))
         if len(index) and (index[0] != 0 or index[-1] > len(self) or falling):
-            raise DataError(self.idx_path, "its document index must rise from 0 to the number of sequences", REMAKE)
+            raise DataError(self.idx_path, f"its document index must rise from 0 to at most {len(self)}", REMAKE)
 
     @property
     def note(self) -> str | None:

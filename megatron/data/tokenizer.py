@@ -331,7 +331,7 @@ def _path(section: TokenizerSection, what: str) -> str:
 def _file(section: TokenizerSection, what: str) -> Path:
     file = Path(_path(section, what))
     if not file.is_file():
-        raise DataError(file, f"it does not exist, and a {section.type} tokenizer needs {what}", "correct the path")
+        raise DataError(file, f"does not exist, and a {section.type} tokenizer needs {what}", "correct tokenizer.path")
     return file
 
 

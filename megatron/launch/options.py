@@ -61,7 +61,7 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
     )
     for name, (what, meaning) in KEYS.items():
         made.add_argument(f"--{name}", metavar=what, help=meaning)
-    made.add_argument("--dry-run", action="store_true", help="check everything and print each host's command, no start")
+    made.add_argument("--dry-run", action="store_true", help="check everything and only print each host's command")
     rehearsal = {
         "--rehearse": "report the needs of --ranks ranks: run one of each kind on tensors without values, no start",
         "--device": "with --rehearse: a device of the ranks, such as h100",
@@ -80,7 +80,7 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
     )
     made.add_argument("-d", "--conf_dir", metavar="FOLDER", help="folder of the configuration files, as in GPT-NeoX")
     made.add_argument("--logs", metavar="RUN", help="print the ranks' log files of a run directory, merged by time")
-    made.add_argument("--status", metavar="RUN", help="show where each rank of a job is, and which wait for which")
+    made.add_argument("--status", metavar="RUN", help="show where a running job's ranks are, and which wait for which")
     made.add_argument("--stacks", metavar="RUN", help="print the Python stack of every rank of a running job")
     words = "a.yml ... key.path=value ..." if verb else "SCRIPT.py a.yml ... key.path=value ..."
     made.add_argument("words", nargs=argparse.REMAINDER, metavar=words)

@@ -65,7 +65,7 @@ def runner_of(registry: Registry, name: str) -> Runner:
     except RegistryError as error:
         raise UserError(f"launch.runner = {name!r}: {error.rule}\n    fix: {error.fix}") from error
     if not isinstance(found, Runner) or (found.commands is None) == (found.wrap is None):
-        raise UserError(f"launch.runner = {name!r} must be a megatron.launch.runner.Runner with commands or wrap")
+        raise UserError(f"launch.runner = {name!r} must be a megatron.launch.runner.Runner: either commands or wrap")
     return found
 
 

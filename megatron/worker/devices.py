@@ -56,8 +56,8 @@ def count(environment: Mapping[str, str] = os.environ) -> int:
 def _installed(maker: str | None) -> int:
     if maker == "amd":
         return len(amd_buses())
-    files = sum(path.name[6:].isdigit() for path in DEV.glob("nvidia*"))
-    return len(nvidia_buses()) or files if maker == "nvidia" else 0
+    files = (path.name[6:] for path in DEV.glob("nvidia*"))
+    return len(nvidia_buses()) or sum(map(str.isdigit, files)) if maker == "nvidia" else 0
 
 
 def ranks_here(environment: Mapping[str, str] = os.environ, device: str = "auto") -> int:

@@ -212,7 +212,7 @@ def test_rows_fall_to_the_ranks_of_a_run(to, ranks):
         ("folded=0", "sizes must be at least 1"),
         ("folded=2,tensor=2", "tensor must be 1 where ranks share rows"),
         ("depth=2,data=2,expert=4", "expert must be omitted or equal depth=2"),
-        ("depth=2,data=3", "3 ranks cannot be cut into groups of 2"),
+        ("depth=2,data=3", "3 ranks cannot form groups of 2"),
         ("folded=2,zero=3", "with ZeRO 3 expert, folded and depth must be 1"),
     ],
 )

@@ -258,7 +258,7 @@ def _of_zero(model: dict[str, Any], files: list[Path], layers: Mapping[int, list
     """One model parallel rank's part with ZeRO 1 or 2. `files`: one per data parallel rank."""
     parts = [read_model_file(path)["optimizer_state_dict"] for path in files]
     if len(parts) != model.get("dp_world_size", len(parts)):
-        raise ValueError(f"the run had {model['dp_world_size']} data parallel ranks, but states of {len(parts)}")
+        raise ValueError(f"it has optimizer states of {len(parts)} of {model['dp_world_size']} data parallel ranks")
     mapped = all(part.get("param_slice_mappings") for part in parts)
     parameters, states, steps = {}, [], set()
     for group, shapes in enumerate(model["param_shapes"]):

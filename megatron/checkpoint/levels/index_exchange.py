@@ -165,7 +165,7 @@ def gather(found: FoundSave, level: str, folder: Path, key: str, hosts: Hosts) -
     lost = found.total - len(seen.holders)
     if lost:
         why = f" ({brief(seen.problems)})" if seen.problems else ""
-        raise CheckpointError(title, f"{lost} of {found.total} files are on no host, or damaged on all with them{why}")
+        raise CheckpointError(title, f"{lost} of {found.total} files are absent or damaged on every host{why}")
     root = leftover_name(folder / step_name(found.step), "tmp", talk.broadcast(uuid.uuid4().hex[:12]))
     problems = all_problems(talk, _lay_out(root, seen, hosts) if hosts.leads else [])
     if not problems:

@@ -46,7 +46,7 @@ def plan(index: Index, wanted: FragmentSpec, state: str | None = None) -> list[R
     if run is None:
         raise CheckpointError(f"{name} ({state})", "it is not in the checkpoint")
     if run.tensor.shape != wanted.tensor.shape:
-        raise CheckpointError(f"{name} ({state})", f"its shape is {wanted.tensor.shape} here, {run.tensor.shape} there")
+        raise CheckpointError(f"{name} ({state})", f"its shape is {wanted.tensor.shape} here, {run.tensor.shape} saved")
     with understanding(f"{name} ({state})"):
         reads = list(_reads(index.vocabulary, run, wanted, state))
     found = sum(read.piece.count * read.piece.length for read in reads)

@@ -96,7 +96,7 @@ class Store:
         found = self._named(Path(how), "checkpoint.resume")
         checkpoint = found.checkpoint
         if checkpoint is not None and not checkpoint.meta.resumable:
-            raise CheckpointError(checkpoint.path, "it has only weights: start from them by checkpoint.initialize_from")
+            raise CheckpointError(checkpoint.path, "it has only weights: give it as checkpoint.initialize_from")
         return found
 
     def weights(self, path: str | Path, *, key: str = "checkpoint.initialize_from") -> Resume:

@@ -276,7 +276,7 @@ def _mlp(flat: Flat, native: Native, hidden: int | None) -> None:
     bias = flat.boolean("use_bias_in_mlp") and not (llama and not flat.given("use_bias_in_mlp"))
     native.put("model.mlp.bias", bias, "use_bias_in_mlp", "mlp_type")
     if gated and bias and not flat.given("use_bias_in_mlp"):
-        native.note("model.mlp.bias: true, GPT-NeoX's default for gated MLPs too. Llama has none (use_bias_in_mlp)")
+        native.note("model.mlp.bias: true, GPT-NeoX's default for gated MLPs too. Llama has use_bias_in_mlp: false")
     if hidden:
         width = _gated_width(flat, native, hidden, llama) if gated else _plain_width(flat, hidden)
         native.put(

@@ -154,7 +154,7 @@ def _sources(flat: Flat, name: str) -> list[dict[str, Any]]:
     if not labels:
         return sources
     if len(labels) != len(paths) or not all(isinstance(path, str) for path in labels):
-        flat.problem(f"{name}_label_data_paths", f"must have {len(paths)} prefixes", "write one per path")
+        flat.problem(f"{name}_label_data_paths", f"must have {len(paths)} prefixes", "write one label file per path")
         return sources
     return [source | {"labels": path} for source, path in zip(sources, labels)]
 

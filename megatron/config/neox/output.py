@@ -81,7 +81,7 @@ def _log_steps(flat: Flat, factor: float) -> set[int]:
     """The steps int(factor ** p) of the run, p = 0, 1, 2, ..."""
     last = flat.integer("train_iters") or 0
     if flat.given("train_epochs"):
-        flat.problem("checkpoint_scale", "checkpoint_scale log must have train_iters", "give extra_save_iters instead")
+        flat.problem("checkpoint_scale", "log must go with train_iters", "give extra_save_iters instead")
     if factor <= 1:
         flat.problem("checkpoint_factor", "checkpoint_factor must be above 1 with checkpoint_scale log", "take 2")
         return set()
@@ -122,7 +122,7 @@ def _load(flat: Flat, native: Native) -> None:
     else:
         native.put("checkpoint.resume", "auto" if same else load, "load", "save", "finetune")
         if not same:
-            native.note(f"checkpoint.resume: {load}: a missing checkpoint stops a run. GPT-NeoX then starts at step 0")
+            native.note(f"checkpoint.resume: {load}: a missing checkpoint stops the run. GPT-NeoX starts at step 0")
 
 
 def _evaluation(flat: Flat, native: Native) -> None:
@@ -176,7 +176,7 @@ def _profile(flat: Flat, native: Native) -> None:
         return
     start, stop = flat.defaulted_integer("profile_step_start"), flat.defaulted_integer("profile_step_stop")
     if stop <= start:
-        flat.problem("profile_step_stop", f"profile_step_stop must be above {start}", f"take {start + 2}")
+        flat.problem("profile_step_stop", f"must be above profile_step_start ({start})", f"take {start + 2}")
         return
     names = ("profile", "memory_profiling")
     native.put("logging.profile.start", start, "profile_step_start", *names)

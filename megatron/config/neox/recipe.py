@@ -259,7 +259,7 @@ def _weight_decay(flat: Flat, native: Native, params: dict) -> float:
     else:
         value, name = _parameter(flat, "weight_decay", inside, 0.0), "optimizer.params.weight_decay"
         if flat.given("weight_decay") and flat.number("weight_decay") != value:
-            flat.problem("weight_decay", f"must agree with optimizer.params.weight_decay, {inside}", "remove one")
+            flat.problem("weight_decay", f"must agree with optimizer.params.weight_decay ({inside})", "remove one")
         native.used.add("weight_decay")
     native.put("optimizer.weight_decay", value, name)
     return value
@@ -372,4 +372,4 @@ def _accumulation_format(flat: Flat, native: Native) -> None:
     reduce = flat.choice("communication_data_type", NUMBERS) if flat.given("communication_data_type") else "fp32"
     native.put("precision.reduce", reduce or "fp32", "communication_data_type")
     if native.result.values["precision"]["compute"] != "fp32" and given is None:
-        native.note("precision.accumulate and precision.reduce: fp32. GPT-NeoX sums gradients in the compute type")
+        native.note("precision.accumulate and precision.reduce: fp32. GPT-NeoX's default is the compute type")

@@ -37,7 +37,7 @@ class SourceSection(Section):
     stream: str | None = key(
         None, "Folder, file or URL (s3://..., hf://...) of texts, tokenised while the run trains (docs/data.md)."
     )
-    tokenizer: str | None = key(None, "Path or name of its tokenizer, of type tokenizer.type. Default: tokenizer.path.")
+    tokenizer: str | None = key(None, "Path or name of a stream's tokenizer (tokenizer.type). Default: tokenizer.path.")
     shards: Derivable[str] = key(
         None,
         "State of the stream's files, which the order depends on. A run whose files have another one does not start.",
@@ -48,7 +48,7 @@ class SourceSection(Section):
         None, "Name in reports.", derived=Derived("the last part of stream or path", _source_name, (".path", ".stream"))
     )
     loss: bool = key(True, "Whether tokens of this source count in the loss.")
-    loss_weight: float = key(1.0, "Weight of each label of this source in the training loss, a mean by weight.", ge=0)
+    loss_weight: float = key(1.0, "Weight of this source's labels in the training loss, a weighted mean.", ge=0)
     document_weights: str | None = key(
         None,
         "A .npy file with one number for each document of the file, by which the weights of its labels are multiplied "
@@ -83,7 +83,7 @@ class SpanCorruptionSection(Section):
 
 class StreamingSection(Section):
     text: str = key("text", "Key of the text in JSON objects, and its column in tables.")
-    workers: int | None = key(None, "Processes tokenising a stream on one host. Default: half of its processors.", gt=0)
+    workers: int | None = key(None, "Processes that tokenise a stream on one host. Default: half its processors.", gt=0)
     patience: float = key(600.0, "Time without new tokens after which a waiting rank ends.", unit="seconds", gt=0)
 
 
@@ -94,10 +94,10 @@ class LeftOutSection(Section):
 
 class DataSection(Section):
     train: list[SourceSection] = key(list, "Training sources: a path, a list of paths, or a list of {path, weight}.")
-    validation: dict[str, list[SourceSection]] = key(dict, "Validation sets by name. A path or list is `validation`.")
+    validation: dict[str, list[SourceSection]] = key(dict, "Named validation sets. A path or list is `validation`.")
     test: dict[str, list[SourceSection]] = key(dict, "Named test sets.")
     split: list[float] | None = key(
-        None, "Cut a training file's documents into training, validation and test by these shares (GPT-NeoX data_path)."
+        None, "Cut one file's documents into training, validation and test by these shares (GPT-NeoX data_path)."
     )
     order: Literal["pythia", "stream", "sequential", "window"] = key(
         "pythia",
@@ -108,7 +108,7 @@ class DataSection(Section):
     window: int = key(65536, "window order: samples that are shuffled together in the first epoch.", gt=0, le=2**40)
     streaming: StreamingSection = key(StreamingSection, "Sources that have `stream`.")
     seed: Derivable[int] = key(None, "Seed of the order.", derived=same_as("training.seed"), ge=0)
-    margin: float = key(1.005, "pythia order: each blended source is asked for this many times its share.", ge=1)
+    margin: float = key(1.005, "pythia: each blended source is asked for this many times its share of samples.", ge=1)
     weighting: Literal["given", "documents", "tokens", "neox-documents"] = key(
         "given",
         "Shares of a blend. given: the weights. documents, tokens: weight * (documents or tokens of the source) "
@@ -123,7 +123,7 @@ class DataSection(Section):
         "next one does not fit. It fills the rest with id 0, which counts in the loss. unpacked: one document, and a "
         "filler that does not count.",
     )
-    drop_long: bool = key(False, "until_overflow, unpacked: skip, not cut, documents longer than a sample.")
+    drop_long: bool = key(False, "until_overflow, unpacked: skip documents longer than a sample, not cut them.")
     epoch_parts: int = key(
         1,
         "training.epochs: an epoch ends with the last whole batch, or with the last whole part of one if batches have "
@@ -131,8 +131,8 @@ class DataSection(Section):
         gt=0,
     )
     phases: list[Phase] = key(list, "Blends that replace data.train from given steps on.")
-    left_out: list[LeftOutSection] = key(list, "Batches that the run skips, in their order (docs/reliability.md).")
-    reset_attention_at_eod: bool = key(False, "Documents in a sample do not attend to each other. Positions restart.")
+    left_out: list[LeftOutSection] = key(list, "Skipped batches, in the order of the skips (docs/reliability.md).")
+    reset_attention_at_eod: bool = key(False, "Packed documents do not attend to each other, and restart positions.")
     mask_loss_at_eod: bool = key(False, "The end-of-document token is not a target.")
     fim: FillInTheMiddle = key(FillInTheMiddle, "Fill-in-the-middle: reordered documents teach the model to infill.")
     span_corruption: SpanCorruptionSection = key(
@@ -146,7 +146,7 @@ class DataSection(Section):
     workers: int = key(1, "Background threads that prepare batches.", ge=0)
     prefetch: int = key(2, "Steps prepared ahead.", unit="steps", ge=0)
     synthetic: str = key(
-        "none", "Samples without token files: `copy` is a learnable task for tests.", role=SOURCE, words=("none",)
+        "none", "Samples without files: `copy` is a learnable random task for tests.", role=SOURCE, words=("none",)
     )
     options: dict[str, Any] = key(dict, "Options of data.synthetic, for a source from a package of yours.")
 

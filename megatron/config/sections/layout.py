@@ -123,7 +123,7 @@ class ParallelSection(Section):
         derived=same_as("parallel.tensor"),
         gt=0,
     )
-    sequence: bool = key(False, "Shard norms, dropout and residual stream over tensor ranks (sequence parallelism).")
+    sequence: bool = key(False, "Sequence parallelism: norms, dropout and residual stream over tensor parallel ranks.")
     async_tensor: bool = key(
         False,
         "Products of tensor parallel ranks that share sequences (parallel.sequence) overlap with the messages "
@@ -198,7 +198,7 @@ class PrecisionSection(Section):
         "compute", "Factors of matrix products in blocks: numbers of `compute`, or 8-bit ones with a scale per tensor."
     )
     accumulate: Literal["fp32", "bf16", "fp16"] = key("fp32", "Type in which gradients of micro-batches are summed.")
-    reduce: Literal["fp32", "bf16", "fp16"] = key("fp32", "Type of sums of gradients over data parallel ranks.")
+    reduce: Literal["fp32", "bf16", "fp16"] = key("fp32", "Type in which data parallel ranks sum gradients.")
     loss_scale: LossScaleOptions = key(LossScaleOptions, "Loss scaling, used with fp16.")
 
 
@@ -217,8 +217,8 @@ class BatchOptions(Section):
     account: str | None = key(None, "Account that pays.")
     partition: str | None = key(None, "Partition or queue.")
     qos: str | None = key(None, "Quality of service.")
-    cores: int | None = key(None, "Cores per host. Default: by the partition (exclusive hosts).", unit="cores", gt=0)
-    memory: str | None = key(None, "Memory per host (`200G`). Default: by the partition, or all of exclusive hosts.")
+    cores: int | None = key(None, "Cores per host. null: the partition decides (exclusive hosts).", unit="cores", gt=0)
+    memory: str | None = key(None, "Memory per host (`200G`). null: the partition decides, or all of exclusive hosts.")
     requeue: bool = key(True, "Let the scheduler start the job again after a host has failed or the time is up.")
     warning: int = key(300, "USR1 comes this long before the time limit: the run saves and ends.", unit="seconds", ge=0)
     setup: list[str] = key(list, "Shell lines before the start (`module load ...`).")
@@ -226,7 +226,7 @@ class BatchOptions(Section):
     image: str = key("megatron:latest", "Container image (Kubernetes).")
     gpus: Literal["nvidia", "amd"] = key("nvidia", "Whose GPUs a pod asks for (Kubernetes).")
     resources: dict[str, int] = key(
-        dict, "Further resources of a pod, by names of device plugins (Kubernetes), such as `rdma/hca: 8`."
+        dict, "Further resources of a pod, by the names of device plugins (Kubernetes), such as `rdma/hca: 8`."
     )
 
 
@@ -252,7 +252,7 @@ class LaunchSection(Section):
         unit="seconds",
         gt=0,
     )
-    restarts: int = key(0, "Start the run again after a failure, from its newest checkpoint, at most this often.", ge=0)
+    restarts: int = key(0, "Restart a failed run from its newest intact checkpoint, at most this often.", ge=0)
     restart_delay: float = key(
         10.0, "Pause before the first restart. It doubles with each failure in a row, up to 600.", unit="seconds", ge=0
     )
@@ -276,8 +276,8 @@ class LaunchSection(Section):
         "name the slow ones.",
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Accelerator. AMD GPUs are `cuda` to torch.")
-    bind: Literal["none", "numa", "cores"] = key("numa", "Cores of a rank: all, those at its GPU, or an equal share.")
-    console: Literal["first", "all"] = key("first", "Output shown: of rank 0, or all ranks. Each rank has a log file.")
+    bind: Literal["none", "numa", "cores"] = key("numa", "Cores of a rank: all, those near its GPU, or an equal share.")
+    console: Literal["first", "all"] = key("first", "Output shown: of rank 0 or all ranks. Each rank has a log file.")
     check_code: bool = key(True, "Refuse to start on hosts whose source code differs from the launcher's.")
     python: str | None = key(None, "Python interpreter on the hosts. The default is the path of the launcher's own.")
     container: str | None = key(
@@ -285,7 +285,7 @@ class LaunchSection(Section):
         "Container that agents and ranks run in, as TOOL:IMAGE: `apptainer:/images/deepy.sif`, `enroot:NAME`, or with "
         "Slurm `pyxis:nvcr.io#nvidia/pytorch:25.01-py3`.",
     )
-    container_mounts: list[str] = key(list, "Further folders (or OUTSIDE:INSIDE) that the container sees.")
+    container_mounts: list[str] = key(list, "Folders (or OUTSIDE:INSIDE) in the container, apart from code and run.")
     ssh_port: int | None = key(None, "Port of the ssh servers.", gt=0, le=65535)
     ssh_options: list[str] = key(list, "Options for every ssh, such as `-o` and `IdentityFile=...`.")
     working_directory: str | None = key(None, "Folder in which ranks start.", derived="the current folder")

@@ -65,7 +65,7 @@ class ParametrizationOptions(Section):
     base_width: int | None = key(
         None, "model.hidden_size of the base model, whose rates and initial values these are.", unit="channels", gt=0
     )
-    base_depth: int | None = key(None, "completep: blocks of the base model, of model.init.", unit="blocks", gt=0)
+    base_depth: int | None = key(None, "completep: depth of the base model of model.init.", unit="blocks", gt=0)
     depth_exponent: float = key(
         1.0,
         "completep: a branch is multiplied by (blocks / base_depth) ** -this. 1 is CompleteP, 0.5 has other rates.",
@@ -129,7 +129,7 @@ class NormOptions(Section):
     type: Norm = key("layernorm", "Which normalisation: LayerNorm, RMSNorm, or LayerNorm without parameters.")
     epsilon: float = key(1e-5, "Added to the variance (or mean square) before the root.", gt=0)
     bias: bool = key(True, "Whether LayerNorm has a bias (RMSNorm never has one).")
-    unit_offset: bool = key(False, "A weight is its distance from 1: it starts at 0, and 1 + it multiplies (Gemma).")
+    unit_offset: bool = key(False, "A weight is stored minus 1: it starts at 0, and 1 + weight multiplies (Gemma).")
 
 
 class ResidualOptions(Section):
@@ -228,7 +228,7 @@ class InitOptions(Section):
     std: float = key(0.02, "Standard deviation of normal. scaled_normal divides it by sqrt(2 * layers).", gt=0)
     embedding: InitScheme = key("normal", "Scheme of the token and position embeddings.")
     hidden: InitScheme = key("normal", "Scheme of matrices reading the residual stream (query, key, value, gate, up).")
-    output: InitScheme = key("scaled_normal", "Scheme of matrices that write to the stream (attention output, down).")
+    output: InitScheme = key("scaled_normal", "Scheme of matrices writing to the residual stream (output, down).")
     head: Derivable[InitScheme] = key(None, "Scheme of the head.", derived=same_as("model.init.embedding"))
     layers: Derivable[int] = key(
         None,
@@ -283,7 +283,7 @@ else:  # one section per kind, in the registry's order
 @extended("model")
 class ModelSection(_Kinds):
     variants: dict[str, dict[str, Any]] = key(
-        dict, "Named variants: options over a kind's own where the pattern has kind@name, as in 'local: {window: 512}'."
+        dict, "Named variants override a kind's options where the pattern has kind@name, as in 'local: {window: 512}'."
     )
     dropout: float = key(0.0, "Dropout of the embedding and of each branch's output.", ge=0, lt=1)
     init: InitOptions = key(InitOptions, "How parameters start.")

@@ -40,7 +40,7 @@ class LevelSection(Section):
     )
     keep: int | Literal["all"] = key(2, "Keep the newest k saves. all is for a store.")
     neighbours: int = key(
-        0, "Hosts after each one that have its files too, so this many neighbours may be lost.", unit="hosts", ge=0
+        0, "Hosts after each host that have its files: this many neighbours may be lost together.", unit="hosts", ge=0
     )
 
     @property
@@ -67,7 +67,7 @@ class CheckpointSection(Section):
     log_spaced: bool = key(False, "Save at steps 0, 1, 2, 4, ..., 512 too (Pythia).")
     at_end: bool = key(True, "Save after the last step.")
     keep_last: int | None = key(None, "Keep only the newest k checkpoints, and the checkpoints of keep_every.", gt=0)
-    keep_every: int | None = key(None, "Keep each checkpoint at a multiple of this for ever.", unit="steps", gt=0)
+    keep_every: int | None = key(None, "Always keep checkpoints whose step is a multiple of this.", unit="steps", gt=0)
     resume: str = key(
         "auto",
         "auto: the newest intact checkpoint in checkpoint.dir if there is one. none: start without one. Otherwise "
@@ -78,7 +78,9 @@ class CheckpointSection(Section):
         "Keys, or sections, in which a resumed run may differ from its checkpoint although they make it another "
         "run: training.seed, model, tokenizer, or optimizer.options.weights for another file of that name.",
     )
-    initialize_from: str | None = key(None, "Take only weights of this checkpoint (path, URL) or Hugging Face folder.")
+    initialize_from: str | None = key(
+        None, "Take only the weights of this checkpoint (path or fsspec URL) or Hugging Face folder."
+    )
     initialize_map: dict[str, str] = key(
         dict,
         "With initialize_from: tensors of this model that are made of other tensors of the checkpoint, as in "
@@ -154,7 +156,7 @@ class ReadLessOptions(Section):
     loki: str | None = key(None, "File of deepy calibrate: keys are chosen by its components (docs/decoding.md).")
     rank: float = key(0.9, "loki: components by which keys are chosen, or below 1 the share that they explain.", gt=0)
     keys: float = key(0.25, "loki: keys that a head reads, or up to 1 their share of a text.", gt=0)
-    sift: float | None = key(None, "Read values whose probability is above this quantile of a head's.", ge=0, lt=1)
+    sift: float | None = key(None, "Read values whose probability is above this quantile of the head's.", ge=0, lt=1)
     warmup: int = key(16, "sift: tokens of a text with full attention.", unit="tokens", ge=2)
 
     @property
@@ -165,7 +167,7 @@ class ReadLessOptions(Section):
 @extended("evaluation")
 class EvaluationSection(Section):
     every: int | None = key(None, "Evaluate every n steps.", unit="steps", gt=0)
-    batches: int = key(10, "Global batches per validation set. 0: all that each set fills.", unit="batches", ge=0)
+    batches: int = key(10, "Global batches per validation set. 0: all whole batches of each set.", unit="batches", ge=0)
     at_start: bool = key(False, "Evaluate before the first step.")
     at_end: bool = key(True, "Evaluate after the last step.")
     breakdown: list[Literal["source", "position", "frequency"]] = key(
@@ -174,7 +176,7 @@ class EvaluationSection(Section):
         "tokens (docs/evaluation.md).",
     )
     samples: SampleOptions = key(SampleOptions, "Samples generated during training.")
-    probes: list[ProbeOptions] = key(list, "Texts whose losses are recorded during training (docs/evaluation.md).")
+    probes: list[ProbeOptions] = key(list, "Texts whose own losses are recorded in training (docs/evaluation.md).")
     tasks: list[TaskOptions] = key(list, "Benchmark tasks that run during training (docs/evaluation.md).")
     task_folders: list[str] = key(list, "Folders with task files of your own, which are tasks under their names.")
     truncate: bool = key(
@@ -266,5 +268,5 @@ class WatchSection(Section):
     data: float = key(300.0, "The same for reading a batch.", unit="seconds", gt=0)
     evaluation: float = key(900.0, "The same for evaluation, samples and other hooks.", unit="seconds", gt=0)
     save: float = key(1800.0, "The same for saving a checkpoint, and for the end of the run.", unit="seconds", gt=0)
-    setup: float = key(1800.0, "The same for the start and the first two steps, which compile.", unit="seconds", gt=0)
+    setup: float = key(1800.0, "The same for the start and first two steps (compile, warm-up).", unit="seconds", gt=0)
     slow: SlowOptions = key(SlowOptions, "Slow ranks.")

@@ -82,7 +82,7 @@ class TrainingSection(Section):
         "Stages of shorter sequences before the steps with training.sequence_length. A batch has the same tokens "
         "in all of them (docs/long_context.md).",
     )
-    micro_batch_size: int = key(1, "Samples in a forward pass of a data parallel rank.", unit="samples", gt=0, le=2**20)
+    micro_batch_size: int = key(1, "Samples per forward pass of a data parallel rank.", unit="samples", gt=0, le=2**20)
     global_batch_size: Derivable[int] = key(
         None,
         "Samples per optimizer step over all ranks.",
@@ -133,7 +133,7 @@ class TrainingSection(Section):
         le=1,
     )
     compile: Literal["auto", "off", "layer"] = key(
-        "auto", "torch.compile: per layer (parts where collectives or draws cut it), off, or where it pays (GPUs)."
+        "auto", "torch.compile: where it pays (GPUs), off, or per layer (parts where collectives or draws cut it)."
     )
     cuda_graphs: bool = key(
         False,
@@ -150,7 +150,9 @@ class TrainingSection(Section):
         le=10**9,
     )
     stop_after: float | None = key(None, "Wall time after which the run saves and stops.", unit="minutes", gt=0)
-    stop_at_step: int | None = key(None, "Save and stop after this step, before training.steps.", unit="steps", gt=0)
+    stop_at_step: int | None = key(
+        None, "Save and stop after this step although the schedule ends at training.steps.", unit="steps", gt=0
+    )
 
     def tokens_of_loss(self, vocabulary: int, on_gpu: bool = False) -> int:
         """Tokens of a chunk of the loss on a device. 0: all."""
@@ -172,7 +174,7 @@ class ObjectiveSection(Section):
         "goldfish: rule of masked labels. hashed: a hash of the h tokens before the label in its document. "
         "static: every k-th one of a sample. reference: as in the authors' program (docs/memorisation.md).",
     )
-    teacher: str | None = key(None, "distillation: checkpoint of the model to learn from (docs/distillation.md).")
+    teacher: str | None = key(None, "distillation: checkpoint to learn from, never changed (docs/distillation.md).")
     alpha: float = key(
         0.5,
         "distillation: share of the divergence from the teacher in the cost of a label. The rest is its cross-entropy.",
@@ -185,8 +187,8 @@ class ObjectiveSection(Section):
 
 class ParameterGroup(Section):
     lr_scale: float = key(1.0, "The scheduled learning rate is multiplied by this.", ge=0)
-    weight_decay: Derivable[float] = key(None, "Decay of this role.", derived=same_as("optimizer.weight_decay"), ge=0)
-    betas: tuple[float, float] | None = key(None, "Coefficients of this role. null: optimizer.betas.", strict=False)
+    weight_decay: Derivable[float] = key(None, "Weight decay.", derived=same_as("optimizer.weight_decay"), ge=0)
+    betas: tuple[float, float] | None = key(None, "Averaging coefficients. null: optimizer.betas.", strict=False)
     epsilon: float | None = key(None, "Epsilon of this role. null: optimizer.epsilon.", gt=0)
 
 
@@ -219,7 +221,7 @@ class OptimizerSection(Section):
         lambda: {role: ParameterGroup(weight_decay=0.0) for role in ("norm", "bias", "state", "decay")},
         "Settings by role of a parameter, merged with the default. Other roles use the optimizer's own.",
     )
-    options: dict[str, Any] = key(dict, "Further options of the optimizer (docs/optimizers.md), or of one of yours.")
+    options: dict[str, Any] = key(dict, "Further options of the optimizer (docs/optimizers.md), or of your own.")
 
 
 class ScheduleSection(Section):

@@ -174,5 +174,5 @@ def _checked(file: str, name: str, own: bool) -> Config:
         rule = "a resolved configuration is not edited: " + (
             "its hash is missing" if saved is None else "its values do not give its hash"
         )
-        raise ConfigError([Problem("", rule, "change the run's YAML files, or give overrides", ABSENT, name)])
+        raise ConfigError([Problem("", rule, "change the run's YAML or overrides, and start again", ABSENT, name)])
     return config

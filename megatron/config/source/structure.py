@@ -256,7 +256,7 @@ def _in_range(bare: type, limits: dict[str, Any], value: float) -> str:
         return "give a finite number"
     inside = limits.get("ge", -math.inf) <= value <= limits.get("le", math.inf)
     if bare is int and isinstance(value, float) and inside:
-        return f"write {int(value)}, without point or exponent" if value.is_integer() else f"round it: {round(value)}"
+        return f"write {int(value)}, without a point or exponent" if value.is_integer() else f"round it: {round(value)}"
     if value < limits.get("ge", value):
         return f"give at least {limits['ge']}"
     if value > limits.get("le", value):

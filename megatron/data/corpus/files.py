@@ -228,7 +228,7 @@ def examine_file(
         problems.append(f"{empty:,} documents are empty")
     eod = manifest.tokenizer.get("eod_id") if manifest else tokenizer.eod_id if tokenizer else None
     if eod is not None and (missing := _without_end(file, eod)):
-        problems.append(f"{missing:,} of {min(len(file), 10_000):,} checked documents lack the end-of-document token")
+        problems.append(f"{missing:,} of {min(len(file), 10_000):,} checked documents end in no end-of-document token")
     notes = [file.note] if file.note else []
     if manifest is not None and manifest.blocks is None:
         notes.append(f"it {NO_CHECKSUMS.format(file.prefix)}")

@@ -101,7 +101,7 @@ def find_inputs(patterns: list[str], kind: str | None = None, skipped: list[str]
             try:
                 files = files_below(path)
             except OSError as error:
-                raise DataError(path, f"it cannot be listed ({error})", "check permissions of its folders") from error
+                raise DataError(path, f"it cannot be listed ({error})", "check its folders' permissions") from error
         else:
             files = [pattern] if path.is_file() else sorted(glob.glob(pattern, recursive=True))
         if not files:
@@ -136,7 +136,7 @@ def skipped_files(names: list[str]) -> str:
     endings = Counter(ending_of(name)[0] or "no ending" for name in names)
     kinds = ", ".join(f"{number:,} with {ending}" for ending, number in endings.most_common(8))
     which = ", ".join(repr(name)[1:-1] for name in names) if len(names) <= 3 else kinds
-    return f"skipped {counted(len(names), 'file')} whose ending does not say its format: {which} (--format reads it)"
+    return f"skipped {counted(len(names), 'file')} whose ending does not say the format: {which} (--format reads it)"
 
 
 @contextlib.contextmanager

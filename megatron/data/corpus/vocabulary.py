@@ -67,7 +67,7 @@ def _with_tokenizers(kind: str, corpus: Iterator[str], size: int, output: Path, 
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if size < len(alphabet) + len(special):
-        raise DataError("--size", f"a byte vocabulary has at least {len(alphabet) + len(special)} ids", "ask for more")
+        raise DataError("--size", f"must be at least {len(alphabet) + len(special)}, to be byte-level", "ask for more")
     is_bpe = kind == "bpe"
     tokenizer = Tokenizer(models.BPE() if is_bpe else models.Unigram())
     make: Any = trainers.BpeTrainer if is_bpe else trainers.UnigramTrainer

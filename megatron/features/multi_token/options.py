@@ -34,7 +34,7 @@ class MultiTokenOptions(Section):
         ge=0,
         le=16,
     )
-    loss_weight: float = key(0.3, "The mean of the modules' losses, times this, adds to the next token's loss.", ge=0)
+    loss_weight: float = key(0.3, "The modules' mean loss, times this, is added to the next token's loss.", ge=0)
     block: Derivable[str] = key(
         None,
         "The block of each module, as in model.layers and of kinds that it has too.",

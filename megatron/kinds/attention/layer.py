@@ -34,7 +34,17 @@ from megatron.parallel.layout.precision import to_device
 from megatron.parallel.layout.random import site_key
 from megatron.parallel.layout.shard import Role, Shard
 
-from ...model.costs.traffic import Enter, Event, Shared, Sum, TensorAxis, column_events, norm, row_events, whole_events
+from ...model.costs.traffic import (
+    Enter,
+    Event,
+    Shared,
+    Summed,
+    TensorAxis,
+    column_events,
+    norm,
+    row_events,
+    whole_events,
+)
 
 
 @dataclass(frozen=True)
@@ -270,7 +280,7 @@ class Attention(nn.Module):
         if options.qk_norm == "head":
             norms = (1 + (parts > 0)) * norm(model.norm, D)
         elif options.qk_norm == "full":
-            norms = [Sum(1, wide=True), Sum(1, wide=True) if shard_kv else Shared(options.kv_heads * D)]
+            norms = [Summed(1, wide=True), Summed(1, wide=True) if shard_kv else Shared(options.kv_heads * D)]
             norms = norms if parts else norms[:1]
         kv_width = parts * options.kv_heads // (tensor.ranks if shard_kv else 1) * D
         gate = [width // tensor.ranks] if (width := gate_width(options)) else []

@@ -31,9 +31,9 @@ class AttentionOptions(Section):
     )
     position: Literal["rotary", "alibi", "none"] = key("rotary", "Position information inside attention.")
     rotary: RotaryOptions = key(RotaryOptions, "Rotary embedding options, used when position is rotary.")
-    window: int | None = key(None, "Sliding window: a token sees itself and window-1 before it.", unit="tokens", gt=0)
+    window: int | None = key(None, "A token attends to itself and the window-1 tokens before it.", unit="tokens", gt=0)
     qk_norm: Literal["none", "head", "full"] = key(
-        "none", "Norm of queries and keys: per head with a shared weight (Qwen3), or over the projected width (OLMo-2)."
+        "none", "Normalise queries and keys: per head with a shared weight (Qwen3), or over their whole width (OLMo-2)."
     )
     values: Literal["projected", "keys"] = key(
         "projected",
@@ -61,7 +61,7 @@ class AttentionOptions(Section):
         "its queries and keys shrink so that the logit would have been the limit. The paper's value is 100.",
         gt=0,
     )
-    sinks: bool = key(False, "Each head has a trained logit, first 0, with a softmax share and no value (GPT-OSS).")
+    sinks: bool = key(False, "A trained logit per head, 0 at first, has a share of the softmax and no value (GPT-OSS).")
     gate: Literal["none", "head", "channel"] = key(
         "none",
         "A gate on the output before its projection (Qiu et al. 2025): sigmoid of a further projection of the input, "

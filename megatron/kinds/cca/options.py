@@ -40,7 +40,7 @@ class CCAOptions(Section):
     )
     position: Literal["rotary", "none"] = key("rotary", "Position information inside attention.")
     rotary: RotaryOptions = key(RotaryOptions, "Rotary embedding options, used when position is rotary.")
-    window: int | None = key(None, "Sliding window: a token sees itself and window-1 before it.", unit="tokens", gt=0)
+    window: int | None = key(None, "A token attends to itself and the window-1 tokens before it.", unit="tokens", gt=0)
     qkv_bias: bool = key(False, "Whether the query, key and value projections have biases.")
     output_bias: bool = key(False, "Whether the output projection has a bias.")
 

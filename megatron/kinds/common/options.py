@@ -133,7 +133,7 @@ def rotary_scaling_is_complete(at: KindUse[Any]) -> Iterator[Problem]:
             fix="Llama 3 uses 4 and 1",
         )
     if scaling.type == "yarn" and scaling.beta_fast <= scaling.beta_slow:
-        yield at.problem(f"{keys}.beta_fast {keys}.beta_slow", rule="must be above beta_slow", fix="give 32 and 1")
+        yield at.problem(f"{keys}.beta_fast {keys}.beta_slow", rule="must be above beta_slow", fix="YaRN uses 32 and 1")
     if scaling.type == "none" and scaling.factor != 1.0:
         yield at.problem(
             f"{keys}.factor {keys}.type",

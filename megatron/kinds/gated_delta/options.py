@@ -59,7 +59,7 @@ class GatedDeltaOptions(RecurrentOptions):
         ".value_dim .decay",
     )
     gate: Literal["silu", "sigmoid"] = key("silu", "Activation of the gate. Kimi delta attention has sigmoid.")
-    householders: int = key(1, "State updates per token, each with its own key, value and beta (DeltaProduct).", gt=0)
+    householders: int = key(1, "State updates per token, each with own key, value and beta (Gated DeltaProduct).", gt=0)
     norm_epsilon: Derivable[float] = derived_key(
         "Added to the mean square of each head's output before the root.",
         "model.norm.epsilon",

@@ -23,7 +23,7 @@ from megatron.kinds.common.recurrence.sequence_scan import carried_by_decay, doc
 from megatron.kinds.lightning.options import LightningOptions
 from megatron.kinds.mamba.ssd import ends, ssd
 from megatron.model.costs.exchanges import Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, Sum, TensorAxis, column_events, row_events
+from megatron.model.costs.traffic import Enter, Event, Summed, TensorAxis, column_events, row_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
@@ -96,7 +96,7 @@ class Lightning(nn.Module):
         H, width = model.hidden_size, options.heads * options.head_dim
         products = column_events(tensor, 3 * width // tensor.ranks, width // tensor.ranks)
         # the norm keeps only its inputs
-        return [Enter(H), *products, Sum(1, wide=True, again=True), *row_events(H, False, tensor, width)]
+        return [Enter(H), *products, Summed(1, wide=True, again=True), *row_events(H, False, tensor, width)]
 
     @staticmethod
     def exchanges(model: ModelSection, options: LightningOptions, around: Around) -> list[LayerMessage]:

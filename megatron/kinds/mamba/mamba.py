@@ -19,7 +19,7 @@ from megatron.kinds.common.attention.context_messages import scan_messages
 from megatron.kinds.common.recurrence.convolution import Taps, causal_convolution, of_causal_conv1d
 from megatron.kinds.mamba.options import MAMBA, MambaOptions
 from megatron.model.costs.exchanges import Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, Sum, TensorAxis, column_events, norm, row_events
+from megatron.model.costs.traffic import Enter, Event, Summed, TensorAxis, column_events, norm, row_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels.choice import choose_kernels
@@ -179,7 +179,7 @@ class Mamba(nn.Module):
         H, made = model.hidden_size, options.rank + 2 * options.state_size
         inner = options.expand * H
         products = column_events(tensor, 2 * inner // tensor.ranks)
-        sums: list[Event] = [Sum(options.heads * made)] if options.heads % tensor.ranks else []
+        sums: list[Event] = [Summed(options.heads * made)] if options.heads % tensor.ranks else []
         sizes = (options.rank, options.state_size, options.state_size) if options.inner_norms else ()
         norms = [event for size in sizes for event in norm(inner_norm(model), size)]
         return [Enter(H), *products, *sums, *norms, *row_events(H, options.bias, tensor, inner)]

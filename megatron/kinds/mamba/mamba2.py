@@ -31,7 +31,7 @@ from megatron.parallel.layout.initial import ONES, Init, time_steps
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.shard import Role, Shard
 
-from ...model.costs.traffic import Enter, Event, Shared, Sum, TensorAxis, column_events, row_events, whole_events
+from ...model.costs.traffic import Enter, Event, Shared, Summed, TensorAxis, column_events, row_events, whole_events
 from ..common.recurrence.sequence_scan import carried_by_decay, document_begins, last_document, taps_after, taps_before
 from .ssd import SCANS, ends, gated_output, gated_rows
 
@@ -185,7 +185,7 @@ class Mamba2(nn.Module):
         taps: list[Event] = [Shared(read * options.convolution)]
         taps += [Shared(read)] if options.convolution_bias else []
         # of the norm, which keeps only its inputs
-        sums = [] if options.norm == "none" else [Sum(options.groups, wide=True, again=True)]
+        sums = [] if options.norm == "none" else [Summed(options.groups, wide=True, again=True)]
         return [*whole_events(read, H, options.bias), *taps, *sums, *doors]
 
     @staticmethod

@@ -34,7 +34,16 @@ from megatron.parallel.layers.linear import ColumnLinear, RowLinear
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.random import site_key
 
-from ...model.costs.traffic import Enter, Event, Shared, TensorAxis, column_events, gathered, row_events, whole_events
+from ...model.costs.traffic import (
+    Enter,
+    Event,
+    Shared,
+    TensorAxis,
+    column_events,
+    gathered_gradients,
+    row_events,
+    whole_events,
+)
 
 
 class MLA(nn.Module):
@@ -159,8 +168,8 @@ class MLA(nn.Module):
         queries = [*whole_events(rank, H, options.bias), Shared(rank)] if rank else []
         latents = [*whole_events(R + turned, H, options.bias), Shared(R)]
         latents += column_events(tensor, R + turned, heads * (options.nope_dim + turned))
-        latents += [*column_events(tensor, heads * (options.nope_dim + value)), *gathered(tensor, R)]
-        latents += [*column_events(tensor, rank), *gathered(tensor, rank)] if rank else []
+        latents += [*column_events(tensor, heads * (options.nope_dim + value)), *gathered_gradients(tensor, R)]
+        latents += [*column_events(tensor, rank), *gathered_gradients(tensor, rank)] if rank else []
         return [Enter(H), *queries, *latents, *row_events(H, options.bias, tensor, options.heads * value)]
 
     @staticmethod

@@ -49,7 +49,7 @@ class MLAOptions(Section):
     position: Literal["rotary", "none"] = key("rotary", "Whether positions turn the rope_dim channels.")
     rotary: RotaryOptions = key(RotaryOptions, "Rotary embedding options, used when position is rotary.")
     mscale_all_dim: float = key(
-        0.0, "yarn: the scale is multiplied by (0.1 * mscale_all_dim * ln(factor) + 1) ** 2 (DeepSeek-V3: 1).", ge=0
+        0.0, "yarn: the derived scale is multiplied by (0.1 mscale_all_dim ln(factor) + 1) ** 2 (DeepSeek-V3: 1).", ge=0
     )
     scale: Derivable[float] = derived_key(
         "Multiplier of query-key products.",

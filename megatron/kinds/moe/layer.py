@@ -24,7 +24,7 @@ from megatron.model.costs.traffic import (
     Shared,
     TensorAxis,
     column_events,
-    gathered,
+    gathered_gradients,
     stream_norm,
     whole_events,
 )
@@ -350,7 +350,7 @@ class MoE(nn.Module):
         if columns > 1:
             found += [Across(router_width(options), backward=False, wide=True)]
             found += [Across(options.top_k, forward=False, wide=True)]
-            found += [*column_events(tensor, latent), *gathered(tensor, latent, H)] if latent else []
+            found += [*column_events(tensor, latent), *gathered_gradients(tensor, latent, H)] if latent else []
             # The last product of a layer without a shared expert is that of latent_up.
             (found if shared else after).extend(column_events(tensor, H) if latent else [])
             found += [*column_events(tensor, made * shared), Across(shared, forward=False)] if shared else []

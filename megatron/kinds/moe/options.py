@@ -23,11 +23,11 @@ def _balance(own: dict[str, Any], at: View) -> float:
 
 class RouterOptions(Section):
     network: Literal["linear", "mlp"] = key(
-        "linear", "Network of a token's logits: one matrix, or a small state and a three-layer MLP on it (ZAYA1)."
+        "linear", "Network of a token's logits: one matrix, or a narrow state and a three-layer MLP on it (ZAYA1)."
     )
     width: int = key(256, "mlp: channels of the router's state and layers.", unit="channels", gt=0)
     average: bool = key(
-        True, "mlp: add the router state of the layer before, times a trained number per channel. The first has none."
+        True, "mlp: add the previous MoE layer's router state, times a trained number per channel. The first has none."
     )
     skip: bool = key(False, "One more class, of tokens that use no expert (ZAYA1). Its correction stays at -1.")
     bias: bool = key(False, "linear: whether the router has a trained bias (BlackMamba).")
@@ -106,7 +106,7 @@ class MoEOptions(Section):
     activation: Activation = key("silu", "Activation of the experts, as of model.mlp.")
     gated: bool = key(True, "Gated experts: activation(gate(x)) * up(x).")
     bias: bool = key(False, "Whether the matrices of the experts have biases (GPT-OSS).")
-    limit: float | None = key(None, "gated: gate is cut to at most this, and up to ± this (GPT-OSS).", gt=0)
+    limit: float | None = key(None, "gated: gate is at most this, and up within ± this (GPT-OSS).", gt=0)
     up_offset: float = key(0.0, "gated: added to up (GPT-OSS: 1).")
     shared_limit: float | None = key(None, "The same limit of the shared expert (DeepSeek-V4).", gt=0)
     shared_size: int = key(
@@ -115,7 +115,7 @@ class MoEOptions(Section):
         unit="channels",
         ge=0,
     )
-    shared_gate: bool = key(False, "Multiply shared experts' output by the sigmoid of a trained number (Qwen2-MoE).")
+    shared_gate: bool = key(False, "Scale the shared expert's output by the sigmoid of a trained number (Qwen2-MoE).")
     own_norms: bool = key(
         False,
         "The router, the experts and the shared expert multiply the normalised stream by vectors of their own, the "

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def top_k_of_the_experts(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     moe = at.options
     if moe.top_k > moe.experts:
-        yield at.problem(".top_k .experts", rule="top_k must not exceed the experts", fix=f"use at most {moe.experts}")
+        yield at.problem(".top_k .experts", rule="must not exceed moe.experts", fix=f"use at most {moe.experts}")
 
 
 def gates_are_there_to_be_cut(at: KindUse[MoEOptions]) -> Iterator[Problem]:

@@ -68,7 +68,7 @@ def _host(words: list[str]) -> Host:
     if not _NAME.fullmatch(name):
         raise HostError(f"{name!r} is not a host name")
     if len(options) != 1 or not re.fullmatch(r"slots=[1-9]\d*", options[0]):
-        raise HostError(f"after {name} there must only be `slots=N`, not {' '.join(options) or 'nothing'!r}")
+        raise HostError(f"after {name} there must be only `slots=N`, not {' '.join(options) or 'nothing'!r}")
     count = options[0][6:]
     if len(count) > 9 or int(count) > MOST_SLOTS:
         raise HostError(f"{name} has {count[:20]} slots, and must have at most {MOST_SLOTS}, one for each rank")
@@ -268,5 +268,5 @@ def _hosts(launch: LaunchSection, name: str, runner: Runner, environment: Mappin
 
 def _cut(host: Host, ranks: int, path: str) -> Host:
     if ranks > len(host.slots):
-        raise HostError(f"launch.ranks asks for {ranks} on each host, {path} gives {host.name} {len(host.slots)} slots")
+        raise HostError(f"launch.ranks is {ranks} on each host, but {path} gives {host.name} {len(host.slots)} slots")
     return Host(host.name, host.slots[:ranks])

@@ -401,6 +401,7 @@ class Launcher:
         self.deadline = at if self.deadline is None else min(at, self.deadline)
 
     def broadcast(self, message: dict) -> None:
+        """Send a message to all agents."""
         for link in self._links():
             link.send(message)
 

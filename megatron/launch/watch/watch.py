@@ -381,7 +381,7 @@ def ask(run: Path, question: str) -> str:
             line.connect(f"\0{name}")
         except OSError:
             if host != socket.gethostname():
-                raise UserError(f"{run}'s launcher runs on {host}: ask there{_there(note, run, question)}") from None
+                raise UserError(f"the launcher of {run} is on {host}: ask there{_there(note, run, question)}") from None
             raise UserError(gone) from None
         if not _same_user(line):
             raise UserError(f"the launcher of {run} belongs to another user: only the one who started it can ask")

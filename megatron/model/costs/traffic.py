@@ -6,7 +6,7 @@ the classes below. `tensor` is the axis. This module derives their calls: passes
 S bytes of an event in one micro-batch of T tokens, with `width` numbers per token of 4 bytes in fp32 and 2 otherwise:
     Enter   backward: all-reduce of T width (with sequence parallelism: forward all-gather, backward reduce-scatter)
     Leave   forward: all-reduce of T width (with sequence parallelism: reduce-scatter, backward all-gather)
-    Sum  forward and backward: all-reduce of T width
+    Summed  forward and backward: all-reduce of T width
     Shared  backward: all-reduce of the parameter's gradient, which does not depend on T
     Across  forward, backward or both: all-reduce of T width over the columns of a grid of ranks
 With C columns, Enter and Leave are of the width / C, over the ranks of a column.
@@ -69,7 +69,7 @@ class Leave:
 
 
 @dataclass(frozen=True)
-class Sum:
+class Summed:
     """A value that every rank uses after a sum. `wide` where it is fp32 in every precision."""
 
     width: int
@@ -97,7 +97,7 @@ class Across:
     operation: str = "all_reduce"  # all_gather where the columns collect their parts of the width
 
 
-Event = Enter | Leave | Sum | Shared | Across
+Event = Enter | Leave | Summed | Shared | Across
 
 
 def row_events(width: int, bias: bool, tensor: TensorAxis, inputs: int = 0) -> list[Event]:
@@ -115,7 +115,7 @@ def column_events(tensor: TensorAxis, *outputs: int) -> list[Event]:
     return [Across(each, backward=False) for each in outputs] if tensor.columns > 1 else []
 
 
-def gathered(tensor: TensorAxis, *widths: int) -> list[Event]:
+def gathered_gradients(tensor: TensorAxis, *widths: int) -> list[Event]:
     """Values of these widths on all ranks. The columns then take parts of them."""
     return [Across(each, forward=False, operation="all_gather") for each in widths] if tensor.columns > 1 else []
 
@@ -160,7 +160,7 @@ class CallRecorder:
             elif isinstance(event, Leave):
                 operation = "reduce_scatter" if self.tensor.sequence else "all_reduce"
                 yield from self._door(forward, layer, operation, event.width)
-            elif isinstance(event, Sum):
+            elif isinstance(event, Summed):
                 yield self._call(forward, layer, "all_reduce", event.width, event.wide)
             elif isinstance(event, Across) and event.forward:
                 yield self._across(forward, layer, event)
@@ -172,7 +172,7 @@ class CallRecorder:
                 yield from self._door("backward", layer, operation, event.width)
             elif isinstance(event, Leave) and self.tensor.sequence:
                 yield from self._door("backward", layer, "all_gather", event.width)
-            elif isinstance(event, Sum):
+            elif isinstance(event, Summed):
                 for _ in range(2 if event.again else 1):
                     yield self._call("backward", layer, "all_reduce", event.width, event.wide)
             elif isinstance(event, Across) and event.backward:

@@ -72,7 +72,7 @@ def describe_kernels(config: Config, device: torch.device | str) -> list[str]:
             continue
         choice = choose_kernels(config.model.kernels, about, device)
         if config.parallel.context > 1 and about.context in ("scans", "states") and choice[0] != "torch":
-            choice = ("torch", "ranks of a sequence need states before their tokens, which packages do not accept")
+            choice = ("torch", "ranks that share a sequence need states before their tokens, which no package takes")
         chosen.setdefault(choice, []).append(kind)
     return [f"kernels of {', '.join(names)}: {choice} ({reason})" for (choice, reason), names in chosen.items()]
 

@@ -162,7 +162,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path, capsys) -> Non
         return capsys.readouterr().err
 
     states[1].unlink()
-    assert "the run had 2 data parallel ranks, but states of 1" in complaint()
+    assert "it has optimizer states of 1 of 2 data parallel ranks" in complaint()
     states[1].write_bytes(whole[1])
     states[0].unlink()
     assert "zero_pp_rank_0_mp_rank_00_optim_states.pt is lost" in complaint()

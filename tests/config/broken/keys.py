@@ -89,7 +89,7 @@ TYPES = [
         "training: {steps: 1e3}",
         "a.yml:2: training.steps = 1000.0",
         "must be a whole number",
-        "write 1000, without point",
+        "write 1000, without a point",
     ),
     case(
         "fraction for a whole number", "model: {hidden_size: 64.5}", "a.yml:2: model.hidden_size = 64.5", "round it: 64"

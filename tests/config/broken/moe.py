@@ -10,7 +10,7 @@ MOE = [
         _MOE + "experts: 4, top_k: 5}}",
         "a.yml:2: model.moe.top_k = 5",
         "model.moe.experts = 4",
-        "top_k must not exceed the experts",
+        "must not exceed moe.experts",
         "use at most 4",
     ),
     case(

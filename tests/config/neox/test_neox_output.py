@@ -187,7 +187,7 @@ def test_where_a_run_starts_from(save, load, finetune, resume, weights):
     translation = flat(save=save, load=load, finetune=finetune, checkpoint_factor=10)
     checkpoint = translation.values["checkpoint"]
     assert (checkpoint["resume"], checkpoint.get("initialize_from")) == (resume, weights)
-    assert noted(translation, "a missing checkpoint stops a run") == (resume == "b")
+    assert noted(translation, "a missing checkpoint stops the run") == (resume == "b")
 
 
 def test_evaluation():
