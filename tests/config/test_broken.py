@@ -208,6 +208,16 @@ def test_every_rule_is_registered():
     assert names == {f"{each.__module__}.{each.__name__}" for each in rule_functions().values()}
 
 
+@pytest.mark.parametrize("first", ["", "from __future__ import annotations"])
+def test_rules_are_found_however_annotations_are_kept(first):
+    """A module that imports annotations from __future__ keeps them as text. Its rules are called too."""
+    module = ModuleType("added")
+    imports = "from collections.abc import Iterator\nfrom megatron.config.problems import Problem"
+    functions = "def rule(context) -> Iterator[Problem]: yield\ndef helper(context) -> bool: return True"
+    exec(compile(f"{first}\n{imports}\n{functions}", "added.py", "exec", dont_inherit=True), vars(module))
+    assert rules._written(module) == [module.rule]
+
+
 def test_every_rule_has_a_case(watch):
     """Some case of the tables breaks each rule, and rules of kinds for each kind or one that shares the rule."""
     fired = set().union(*(watch.outcome(case).fired for case in BROKEN + WARNED))

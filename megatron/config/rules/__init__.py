@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
+from typing import get_type_hints
 
 from ..features.feature import features_of
 from ..problems import Problem
@@ -25,7 +26,7 @@ def _written(module: ModuleType) -> list[Rule]:
     """The rules of a module: its functions in the order of the file, then its table."""
     functions = (each for each in vars(module).values() if inspect.isfunction(each))
     own = (each for each in functions if each.__module__ == module.__name__)
-    rules = (each for each in own if each.__annotations__.get("return") == Iterator[Problem])
+    rules = (each for each in own if get_type_hints(each).get("return") == Iterator[Problem])
     return [*rules, *getattr(module, "CHECKS", ())]
 
 
