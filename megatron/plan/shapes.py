@@ -197,6 +197,7 @@ class Shapes:
             choice.context,
             choice.depth,
             choice.columns,
+            config.training.loss_chunk,
         )
         if key not in self._sends:
             self._sends[key] = tuple(_sends(config, place, choice))

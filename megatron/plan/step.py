@@ -23,7 +23,7 @@ from megatron.parallel.messages.curve import choose_curve
 from megatron.parallel.messages.traffic import SIZES
 from megatron.parallel.transport.compression import sum_messages
 
-from .candidate import Candidate, layout_of
+from .candidate import Candidate, layout_of, on_device
 from .devices import Cluster, Device, known_devices
 from .sequence import exchanges, rows_around
 from .shapes import Matrix, RankLayer, RankWeights, Shapes
@@ -293,7 +293,7 @@ class StepEstimator:
             again = {"none": 0.0, "selective": moved, "full": full}[mode]
         tensor = sum(
             collective(self.at, at[call.group], call.operation, size, messages)
-            for call, messages, size in self.shapes.sends(place, choice, config)
+            for call, messages, size in self.shapes.sends(place, choice, on_device(config, self.device.name != "cpu"))
         )
         passes = 4 if mode == "none" else 6
         if choice.depth > 1 and layer.rows:

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from megatron.config import resolve
+from megatron.config import Config, resolve
 from megatron.plan.candidate import layout_of, on_device
 from megatron.plan.devices import Cluster, known_devices
 from megatron.plan.memory import memory, states
 from megatron.plan.messages.predict import predict
 from megatron.plan.prediction import choice_of
 from megatron.plan.shapes import Shapes
+from megatron.plan.step import StepEstimator
 from megatron.rehearsal.command import in_own_process
 from tests.training.matrix import merged
 
@@ -122,6 +123,12 @@ def test_every_second_block_is_recomputed():
     assert sum(each.size for each in made if not each.part) == pytest.approx(found, rel=0.03)
 
 
+def sums(config: Config) -> float:
+    """Planned seconds of the sums of two tensor parallel ranks on GPUs."""
+    at = Cluster(known_devices()[0]["h100"], known_devices()[1]["ib400"], 2, 2)
+    return StepEstimator(config, Shapes(config, 2), at).step(config, choice_of(config)).parts["tensor"]
+
+
 def test_chunks_of_the_loss_are_longer_on_gpus():
     """As if the device's value had been given: here 8192 tokens, and with a vocabulary of 128,256 a quarter of it."""
     long = {"sequence_length": 4096, "micro_batch_size": 4, "global_batch_size": 8}
@@ -135,7 +142,9 @@ def test_chunks_of_the_loss_are_longer_on_gpus():
             wanted[gpu] = step.by("layer", "phase")["head", "forward"][0]
             given = merged(values, {"parallel": {"tensor": 2}, "training": {"loss_chunk": tokens}})
             assert step == predict(resolve(given, ranks=2), 2, 0).step
+            wanted[tokens] = sums(resolve(given, ranks=2))
         assert wanted[True] < wanted[False]
+        assert sums(config) == wanted[chunk] < wanted[1024]
 
 
 @pytest.mark.slow
