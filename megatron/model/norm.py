@@ -1,19 +1,24 @@
 """Normalisation of the residual stream and of queries and keys. Statistics are fp32 for every type of the stream."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from megatron.config.sections.model import NormOptions
 from megatron.parallel.layers.collectives import all_reduce, sum_gradient, sum_over
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ONES, ZEROS
 from megatron.parallel.layout.mesh import ALONE
-from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.precision import at_least_fp32, wide_type
 from megatron.parallel.layout.shard import Role, Shard
 from megatron.parallel.messages.account import here, saved_of
+
+BY_ROWS = True  # RMSNorm on CPUs. False while tensors of a CPU stand for tensors of a GPU, which has a kernel
+ROWS = 1 << 16  # elements that RMSNorm computes with at once on a CPU: 256 KiB in fp32
 
 
 def norm_parameters(options: NormOptions, size: int) -> int:
@@ -72,8 +77,60 @@ class Norm(nn.Module):
         wide = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
         x, (weight, bias) = x.to(wide), (None if each is None else each.to(wide) for each in (weight, bias))
         if self.rms:
-            return F.rms_norm(x, (self.size,), weight, self.epsilon).to(self.dtype)
+            return rms_norm(x, weight, self.epsilon).to(self.dtype)
         return F.layer_norm(x, (self.size,), weight, bias, self.epsilon).to(self.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    """`F.rms_norm` over the last dimension, with its bits. Torch has no kernel for CPUs. It runs about 20 operations
+    for the norm and its gradient, each on the whole tensor in fp32, and keeps two of their results."""
+    trains = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
+    if trains and BY_ROWS and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _RowsOfRMSNorm.apply(x, weight, epsilon)
+    return F.rms_norm(x, x.shape[-1:], weight, epsilon)
+
+
+def _some_rows(x_NH: Tensor) -> Iterator[slice]:
+    rows = max(1, ROWS // x_NH.shape[-1])
+    end = rows if is_fake(x_NH) else len(x_NH)  # without values, some rows stand for all
+    return (slice(begin, begin + rows) for begin in range(0, end, rows))
+
+
+class _RowsOfRMSNorm(torch.autograd.Function):
+    """RMSNorm and its gradient, some rows at a time, which the cache of a core holds in fp32. Keeps the input and a
+    number per row. It runs the operations of torch and autograd in their order, which gives the same bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+        x_NH, wide = x.reshape(-1, x.shape[-1]), wide_type(x.dtype)
+        y_NH, scale_N1 = torch.empty_like(x_NH), x_NH.new_empty(len(x_NH), 1, dtype=wide)
+        weight_H = None if weight is None else weight.to(wide)
+        for some in _some_rows(x_NH):
+            rows = x_NH[some].to(wide)
+            normed = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True).add_(epsilon), out=scale_N1[some])
+            y_NH[some] = normed if weight_H is None else normed.mul_(weight_H)
+        ctx.save_for_backward(x, weight, scale_N1)
+        return y_NH.view(x.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, scale_N1 = ctx.saved_tensors
+        x_NH, of_y_NH, wide = (*(each.reshape(-1, x.shape[-1]) for each in (x, of_y)), scale_N1.dtype)
+        of_x_NH, weight_H = torch.empty_like(x_NH), None if weight is None else weight.to(wide)
+        uses_NH = torch.empty(x_NH.shape, dtype=wide) if ctx.needs_input_grad[1] else None
+        for some in _some_rows(x_NH):
+            rows, scale, of_normed = x_NH[some].to(wide), scale_N1[some], of_y_NH[some].to(wide)
+            if uses_NH is not None:
+                torch.mul(of_normed, rows * scale, out=uses_NH[some])
+            of_normed = of_normed if weight_H is None else of_normed * weight_H
+            of_scale = (of_normed * rows).sum(-1, keepdim=True)
+            of_mean = -0.5 * of_scale * scale.pow(3) / x.shape[-1]
+            of_x_NH[some] = (of_normed * scale).add_((rows * 2.0).mul_(of_mean))
+        of_weight = None
+        if uses_NH is not None:
+            of_weight = uses_NH.view(x.shape).sum(tuple(range(x.ndim - 1))).to(weight.dtype)
+        return of_x_NH.view(x.shape), of_weight, None
 
 
 class _OverColumns(torch.autograd.Function):
@@ -127,7 +184,7 @@ class WideRMSNorm(nn.Module):
         if self.unit_offset:
             weight = 1.0 + weight
         if not self.sharded or self.axis.size == 1:
-            return F.rms_norm(x, (self.width,), weight, self.epsilon)
+            return rms_norm(x, weight, self.epsilon)
         x32 = at_least_fp32(x)
         squares = sum_over(x32.square().sum(-1, keepdim=True), self.axis)
         return (x32 * torch.rsqrt(squares / self.width + self.epsilon)).to(x.dtype) * weight

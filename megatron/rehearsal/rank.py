@@ -22,6 +22,7 @@ from megatron.engine.deepspeed.process import prepare_deepspeed
 from megatron.engine.deepspeed.without_values import without_values
 from megatron.engine.engine import build_engine
 from megatron.engine.parts.teacher import Teacher
+from megatron.model import norm
 from megatron.objectives.named import objective_of
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
@@ -157,8 +158,9 @@ def rehearse_rank(
     prepare_deepspeed(torch.device("cpu"))
     # DeepSpeed's ZeRO checks the alignment of its flat tensors, which have no address here.
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    by_rows = mock.patch.object(norm, "BY_ROWS", norm.BY_ROWS and not gpu)
     fused = mock.patch.object(F, "rms_norm", rms_norm) if gpu else contextlib.nullcontext()
-    with _group_of_nobody(ranks, rank), without_values(), fused:
+    with _group_of_nobody(ranks, rank), without_values(), by_rows, fused:
         return observe(config, Mesh.build(layout), repeats=True)
 
 

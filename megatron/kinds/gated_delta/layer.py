@@ -25,6 +25,7 @@ from megatron.model.costs.traffic import Enter, Event, Shared, TensorAxis, colum
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels.choice import choose_kernels
+from megatron.model.norm import rms_norm
 from megatron.model.stream import Stream
 from megatron.parallel.layers.collectives import enter, sum_gradient
 from megatron.parallel.layers.linear import ColumnLinear, RowLinear
@@ -179,7 +180,7 @@ class GatedDelta(nn.Module):
     def _gated_norm(self, y_BShV: Tensor, gate_BSd: Tensor, weight_V: Tensor) -> Tensor:
         """RMSNorm of each head, times its gate, [B, S, h V]."""
         y, weight = at_least_fp32(y_BShV), at_least_fp32(weight_V)
-        y = F.rms_norm(y, weight.shape, weight, self.options.norm_epsilon).flatten(2, 3)
+        y = rms_norm(y, weight, self.options.norm_epsilon).flatten(2, 3)
         gate = at_least_fp32(gate_BSd)
         return (y * (F.silu(gate) if self.options.gate == "silu" else gate.sigmoid())).to(gate_BSd.dtype)
 

@@ -23,6 +23,7 @@ from megatron.model.costs.exchanges import Around, LayerMessage
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels.choice import choose_kernels
+from megatron.model.norm import rms_norm
 from megatron.model.stream import Stream
 from megatron.parallel.layers.collectives import enter, sum_over
 from megatron.parallel.layers.linear import ColumnLinear, RowLinear
@@ -165,7 +166,7 @@ class Mamba2(nn.Module):
         """RMSNorm over the channels of each group, which may lie on several ranks."""
         if self.shard_groups:  # whole groups, so that no sum over the ranks is needed
             grouped = y_BSd.unflatten(-1, (self.options.groups // self.mesh.tensor.size, -1))
-            return F.rms_norm(grouped, grouped.shape[-1:], None, self.epsilon).flatten(2)
+            return rms_norm(grouped, None, self.epsilon).flatten(2)
         y = y_BSd.unflatten(-1, (self.heads, -1))
         of_head = torch.tensor(self.group_of_head, device=y.device)
         squares = y.new_zeros((*y.shape[:2], self.options.groups)).index_add(-1, of_head, y.square().sum(-1))
