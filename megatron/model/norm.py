@@ -129,7 +129,10 @@ class _RowsOfRMSNorm(torch.autograd.Function):
             of_x_NH[some] = (of_normed * scale).add_((rows * 2.0).mul_(of_mean))
         of_weight = None
         if uses_NH is not None:
-            of_weight = uses_NH.view(x.shape).sum(tuple(range(x.ndim - 1))).to(weight.dtype)
+            uses = uses_NH.view(x.shape)
+            if not of_y.is_contiguous():  # torch sums in the order of the gradient's memory
+                uses = torch.empty_like(of_y, dtype=wide).copy_(uses)
+            of_weight = uses.sum_to_size(x.shape[-1]).to(weight.dtype)
         return of_x_NH.view(x.shape), of_weight, None
 
 

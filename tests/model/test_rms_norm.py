@@ -54,6 +54,22 @@ def test_bits_are_torchs(dtype, shape, weights, cut, rows, monkeypatch):
         assert torch.equal(mine, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bits_are_torchs_where_tensors_lie_otherwise(dtype):
+    """Heads before positions in the input, in the gradient (as attention returns it) or in both, and vectors."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (1.0 + 0.3 * torch.randn(64, generator=generator)).to(dtype).requires_grad_()
+    plain, turned = (torch.randn(3, each, 57 - each, 64, generator=generator).to(dtype) for each in (7, 50))
+    turned = turned.transpose(1, 2)
+    for x in (plain, turned):
+        for of_y in (plain.cos(), turned.sin()):
+            found = (results(form, x.detach().requires_grad_(), weight, of_y) for form in (ours, theirs))
+            assert all(torch.equal(mine, other) for mine, other in zip(*found, strict=True))
+    vector = plain[0, 0, 0].detach().requires_grad_()
+    found = (results(form, vector, weight, turned[0, 0, 0]) for form in (ours, theirs))
+    assert all(torch.equal(mine, other) for mine, other in zip(*found, strict=True))
+
+
 def test_an_input_is_unchanged_and_infinite_numbers_pass():
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     x[1, 3], x[2, 5], x[3] = float("inf"), float("nan"), 0.0
