@@ -94,7 +94,7 @@ def test_slots_on_amd(frontier, slots, environment, expected):
 
 
 def test_more_slots_than_devices(frontier):
-    with pytest.raises(ValueError, match="more than the 8 visible devices"):
+    with pytest.raises(ValueError, match="exceed the 8 visible devices"):
         devices.visibility((8,), {}, "auto")
     assert devices.visibility((8,), {}, "cpu") == {}
 

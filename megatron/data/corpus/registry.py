@@ -177,7 +177,9 @@ def _refuse_foreign(record: Path, paths: list[Path]) -> None:
             raise DataError(record, "it is not a record of this program", "give another --output") from error
     for path in paths:
         if path.exists() and path.resolve() not in known:
-            raise DataError(path, "it exists, and deepy did not write it", "move it away, or give another --output")
+            raise DataError(
+                path, "it exists, and this program did not write it", "move it away, or give another --output"
+            )
 
 
 def _intact(part: dict) -> bool:
