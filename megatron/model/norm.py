@@ -98,7 +98,8 @@ def _some_rows(x_NH: Tensor) -> Iterator[slice]:
 
 class _RowsOfRMSNorm(torch.autograd.Function):
     """RMSNorm and its gradient, some rows at a time, which the cache of a core holds in fp32. Keeps the input and a
-    number per row. It runs the operations of torch and autograd in their order, which gives the same bits."""
+    number per row. It runs the operations of torch and autograd in their order, which gives the same bits. But in fp32
+    autograd adds the two summands of the input's gradient to that of a residual one by one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:

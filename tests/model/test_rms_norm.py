@@ -70,6 +70,21 @@ def test_bits_are_torchs_where_tensors_lie_otherwise(dtype):
     assert all(torch.equal(mine, other) for mine, other in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_with_a_residual_the_bits_are_torchs_in_16_bits(dtype):
+    """In fp32 one sum of three numbers has another order: two roundings, each of half a unit in 2**23 or less."""
+    generator = torch.Generator().manual_seed(0)
+    x, of_y = torch.randn(2, 6, 50, 64, generator=generator).to(dtype)
+    weight, found = torch.linspace(-1, 2, 64).to(dtype), []
+    for form in (ours, theirs):
+        leaf = x.detach().requires_grad_()
+        stream = leaf * 1
+        found += torch.autograd.grad(stream + form(stream, weight).sin(), leaf, of_y)
+    if dtype == torch.bfloat16:
+        assert torch.equal(*found)
+    assert (found[0] - found[1]).norm() <= 2 * 2**-23 * found[1].norm()
+
+
 def test_an_input_is_unchanged_and_infinite_numbers_pass():
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     x[1, 3], x[2, 5], x[3] = float("inf"), float("nan"), 0.0
