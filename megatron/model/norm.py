@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from megatron.config.sections.model import NormOptions
 from megatron.parallel.layers.collectives import all_reduce, sum_gradient, sum_over
+from megatron.parallel.layers.over_tokens import over_tokens
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ONES, ZEROS
 from megatron.parallel.layout.mesh import ALONE
@@ -41,7 +42,12 @@ class Norm(nn.Module):
             of the replicated weight is then summed over the tensor parallel ranks.
         stream: of the residual stream, whose channels columns of ranks share. Else each has all of `size`.
         weighted: whether it has parameters, if its type has some.
+
+    Attributes:
+        grouped: sum gradients of weight and bias over groups of tokens (`over_tokens`).
     """
+
+    grouped = False
 
     def __init__(
         self,
@@ -74,6 +80,11 @@ class Norm(nn.Module):
             weight = 1.0 + at_least_fp32(weight)
         if self.columns.size > 1:
             return _OverColumns.apply(x, weight, bias, self)
+        if self.grouped and weight is not None and bias is not None and not self.rms:
+            weight, bias = over_tokens([weight, bias], x)
+            if weight.dim() == x.dim():
+                normed = F.layer_norm(at_least_fp32(x), (self.size,), eps=self.epsilon)
+                return (normed * weight + bias).to(self.dtype)
         wide = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
         x, (weight, bias) = x.to(wide), (None if each is None else each.to(wide) for each in (weight, bias))
         if self.rms:

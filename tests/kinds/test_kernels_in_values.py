@@ -76,12 +76,40 @@ def gated_delta() -> tuple[Kernel, Kernel, list[torch.Tensor]]:
 
 
 def rwkv7() -> tuple[Kernel, Kernel, list[torch.Tensor]]:
-    from megatron.kinds.rwkv.wkv7 import wkv7, wkv7_of_fla
+    from megatron.kinds.rwkv.wkv7 import wkv7
+    from megatron.kinds.rwkv.wkv7_kernels import wkv7_of_fla
 
     r, k, v, erased = (drawn(1, S, HEADS, WIDTH) for _ in range(4))
     erased, rate = F.normalize(erased, dim=-1), torch.sigmoid(drawn(1, S, HEADS, WIDTH))
     log_w = -torch.exp(torch.tensor(-0.5)) * torch.sigmoid(drawn(1, S, HEADS, WIDTH))
     return partial(wkv7_of_fla, dtype=torch.float16), wkv7, [r, log_w, k, v, -erased, erased * rate]
+
+
+class Operations(torch.autograd.Function):
+    """The kernels as the two operations of a compiled block."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        from megatron.kinds.rwkv.wkv7_kernels import forward_by_kernels
+
+        ctx.save_for_backward(*inputs)
+        return forward_by_kernels(*inputs)
+
+    @staticmethod
+    def backward(ctx, of_y):
+        from megatron.kinds.rwkv.wkv7_kernels import gradient_by_kernels
+
+        return *gradient_by_kernels(of_y.contiguous(), *ctx.saved_tensors), None
+
+
+def rwkv7_operations() -> tuple[Kernel, Kernel, list[torch.Tensor]]:
+    _, plain, inputs = rwkv7()
+
+    def kernel(r, log_w, *read, chunk, starts_BS):
+        narrow = [each.half() for each in (r, *read)]
+        return Operations.apply(narrow[0], log_w, *narrow[1:], starts_BS), None
+
+    return kernel, plain, inputs
 
 
 def convolution() -> tuple[Kernel, Kernel, list[torch.Tensor]]:
@@ -94,7 +122,13 @@ def convolution() -> tuple[Kernel, Kernel, list[torch.Tensor]]:
     return like_a_scan(of_fla), like_a_scan(causal_convolution), inputs
 
 
-KINDS = {"convolution": convolution, "mamba2": mamba2, "gated_delta": gated_delta, "rwkv7": rwkv7}
+KINDS = {
+    "convolution": convolution,
+    "mamba2": mamba2,
+    "gated_delta": gated_delta,
+    "rwkv7": rwkv7,
+    "rwkv7 as operations": rwkv7_operations,
+}
 
 
 def results(kernel: Kernel, inputs: list[torch.Tensor], dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
@@ -120,7 +154,7 @@ def test_kernels_have_the_values_of_torch(name: str, documents: bool, monkeypatc
     inputs = [each.half().double() for each in inputs]
     starts = torch.where(torch.arange(S) < 23, 0, 23)[None] if documents else None
     wanted = results(plain, inputs, torch.float64, starts_BS=starts)
-    given = torch.float32 if name == "rwkv7" else torch.float16  # its adapter rounds, and so does that of the layer
+    given = torch.float32 if name.startswith("rwkv7") else torch.float16  # its adapter rounds, or that of the layer
     near, found = (results(each, inputs, given, starts_BS=starts) for each in (plain, kernel))
     for number, (exact, torchs, own) in enumerate(zip(wanted, near, found, strict=True)):
         spread = (torchs - exact).norm() + 2**-11 * exact.norm()

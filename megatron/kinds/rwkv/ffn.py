@@ -131,6 +131,7 @@ class RWKV7ChannelMix(ChannelMix):
     """Peng et al. 2025."""
 
     gated = False
+    compiles = True  # with a mixer that does
 
     @classmethod
     def mixes(cls, start: Start) -> Init:

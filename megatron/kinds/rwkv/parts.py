@@ -21,9 +21,10 @@ from megatron.model.stream import Stream
 from megatron.parallel.layers.collectives import sum_gradient, sum_parts
 from megatron.parallel.layers.context import ContextGroup
 from megatron.parallel.layers.linear import ColumnLinear
+from megatron.parallel.layers.over_tokens import over_tokens
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ZEROS, Init, formula
-from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.precision import plain
 from megatron.parallel.layout.shard import Growth, Role
 
 
@@ -103,6 +104,10 @@ class LowRank(nn.Module):
         inner = self.down(x)
         return self.up(inner if self.activation is None else self.activation(inner))
 
+    def is_plain(self) -> bool:
+        """Whether it is nothing but its matrices: without adapters or products of 8 bits."""
+        return self.up.linear is plain and not self.up._forward_hooks
+
 
 class Whole(nn.Module):
     """A matrix on the stream that every tensor parallel rank has whole, and each uses for its part. Columns cut its
@@ -133,53 +138,99 @@ class ShiftState:
 
 def shifted(x_BSH: Tensor, last_B1H: Tensor | None = None, starts_BS: Tensor | None = None) -> Tensor:
     """The token before each: `last` (or 0) before the first, 0 before the first of a document (`document_starts`)."""
-    first = torch.zeros_like(x_BSH[:, :1]) if last_B1H is None else last_B1H.to(x_BSH.dtype)
-    past = torch.cat([first, x_BSH[:, :-1]], 1)
+    if last_B1H is None and torch.compiler.is_compiling():  # then the loops that read it shift
+        past = nn.functional.pad(x_BSH, (0, 0, 1, -1))
+    else:
+        first = torch.zeros_like(x_BSH[:, :1]) if last_B1H is None else last_B1H.to(x_BSH.dtype)
+        past = torch.cat([first, x_BSH[:, :-1]], 1)
     if starts_BS is None:
         return past
     places = torch.arange(x_BSH.shape[1], device=x_BSH.device)
     return past * (places > starts_BS).unsqueeze(-1)
 
 
-GROUP = 128  # tokens
-
-
-class _OverTokens(torch.autograd.Function):
-    """Vectors, or the rows of a matrix, as [B, S, H] each, in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, B: int, S: int, *given: Tensor) -> tuple[Tensor, ...]:
-        ctx.types, ctx.whole = [each.dtype for each in given], given[0].dim() == 2
-        rows = given[0].unbind() if ctx.whole else given
-        return tuple(at_least_fp32(each).expand(B, S, -1).contiguous() for each in rows)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        groups = [each.reshape(-1, GROUP, each.shape[-1]).sum(1) for each in gradients]
-        total = torch.stack(groups).sum(1)
-        own = [total.to(kind) for kind in ctx.types]
-        return None, None, *(own if ctx.whole else (each[row] for row, each in enumerate(own)))
-
-
-def over_tokens(given: Tensor | Sequence[Tensor], x_BSH: Tensor) -> list[Tensor]:
-    """Vectors, or the rows of a matrix, that broadcast over tokens.
-
-    In a compiled part their gradients are sums over groups of tokens, which one kernel adds for all vectors. Inductor
-    would do the same with one kernel for each.
-    """
-    B, S, _ = x_BSH.shape
-    if not torch.compiler.is_compiling() or B * S % GROUP:
-        return list(given)
-    return list(_OverTokens.apply(B, S, *([given] if isinstance(given, Tensor) else given)))
-
-
-def blended(x: Tensor, mix_mH: Tensor, last: Tensor | None, starts: Tensor | None) -> tuple[Tensor, ...]:
+def blended(
+    x: Tensor, mix_mH: Tensor | Sequence[Tensor], last: Tensor | None, starts: Tensor | None
+) -> tuple[Tensor, ...]:
     """x + mix * (shift(x) - x) for each of m mixes, [B, S, H] each."""
     difference = shifted(x, last, starts) - x
-    return tuple(torch.addcmul(x, difference, mix.to(x.dtype)) for mix in over_tokens(mix_mH, x))
+    mixes = over_tokens([mix_mH] if isinstance(mix_mH, Tensor) else mix_mH, x)
+    return tuple(torch.addcmul(x, difference, mix.to(x.dtype)) for mix in mixes)
 
 
 def mixed(x_BSH: Tensor, mix_mH: Tensor, last_B1H: Tensor | None, starts_BS: Tensor | None) -> tuple[Tensor, ...]:
     """`blended`. Only the inputs are kept for the gradient."""
     return recomputed(blended, x_BSH, mix_mH, last_B1H, starts_BS)
+
+
+class _Filled(torch.autograd.Function):
+    """Matrices of low rank one after another, [rank, H] each, filled up with 0 to the widest rank: first `down` of
+    each, then `up`. Gradients are views of one tensor, which one kernel copies."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, Tensor]:
+        ranks = [len(each) for each in given[: len(given) // 2]]
+        rows = [*given[: len(ranks)], *(each.mT for each in given[len(ranks) :])]
+        ctx.ranks = ranks
+        all_rows = torch.stack([nn.functional.pad(each, (0, 0, 0, max(ranks) - len(each))) for each in rows])
+        return all_rows[: len(ranks)], all_rows[len(ranks) :]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_down: Tensor, of_up: Tensor) -> tuple[Tensor, ...]:
+        ranks, H = ctx.ranks, of_down.shape[-1]
+        downs, ups = ([each[:rank] for rank, each in zip(ranks, half)] for half in (of_down, of_up))
+        flat = torch.cat([each.mT.reshape(-1) for each in ups]).split([each.numel() for each in ups])
+        return *downs, *(each.view(H, rank) for rank, each in zip(ranks, flat))
+
+
+class _Product(torch.autograd.Function):
+    """x [m, n, i] times w [m, o, i] transposed. The gradient of w is contiguous, which torch's is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return torch.bmm(x, w.mT)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_y: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return torch.bmm(of_y, w), torch.bmm(of_y.mT, x)
+
+
+class _Activated(torch.autograd.Function):
+    """Rows of x [m, n, i], each with its activation of `LowRank`. Only the result is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activations: tuple[Callable[[Tensor], Tensor] | None, ...]) -> Tensor:
+        ctx.activations = activations
+        rows = [row if each is None else each(row) for row, each in zip(x.split(1), activations)]
+        y = torch.cat(rows)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_y: Tensor) -> tuple[Tensor, None]:
+        (y,), of_x = ctx.saved_tensors, []
+        for row, gradient, each in zip(y.split(1), of_y.split(1), ctx.activations):
+            if each is torch.tanh:
+                gradient = gradient * (1 - row * row)
+            elif each is torch.sigmoid:
+                gradient = gradient * (row * (1 - row))
+            of_x.append(gradient)
+        return torch.cat(of_x), None
+
+
+def low_ranks(x: Sequence[Tensor], ranks: Sequence[LowRank]) -> tuple[Tensor, ...]:
+    """Each of `ranks`, whole, applied to its input. Where all are plain: two products in place of two for each.
+
+    Ranks are filled up with 0 to the widest. The memory of the activations bounds such products, not their width.
+    """
+    if not all(each.is_plain() for each in ranks):
+        return tuple(each(own) for each, own in zip(ranks, x))
+    down, up = _Filled.apply(*(each.down.weight for each in ranks), *(each.up.weight for each in ranks))
+    inner = _Product.apply(torch.stack(list(x)).flatten(1, 2), down)
+    active = _Activated.apply(inner, tuple(each.activation for each in ranks))
+    return torch.bmm(active, up).unflatten(1, x[0].shape[:2]).unbind()

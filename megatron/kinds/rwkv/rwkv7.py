@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.attention.context_messages import scan_messages
-from megatron.kinds.common.recurrence.recomputed import recomputed
+from megatron.kinds.common.recurrence.recomputed import recomputed, recomputed_in_graph
 from megatron.kinds.common.recurrence.sequence_scan import carried_by_matrix, document_begins, token_before
 from megatron.kinds.rwkv.options import RWKV7 as KIND
 from megatron.kinds.rwkv.options import RWKV7Options
-from megatron.kinds.rwkv.parts import LowRank, ShiftState, Start, mixed, over_tokens
+from megatron.kinds.rwkv.parts import LowRank, ShiftState, Start, blended, low_ranks, mixed
 from megatron.model.costs.exchanges import Around, LayerMessage
 from megatron.model.costs.traffic import Enter, Event, Shared, TensorAxis, column_events, row_events
 from megatron.model.counts import Counts
@@ -27,12 +28,14 @@ from megatron.model.kernels.choice import choose_kernels
 from megatron.model.stream import Channel, Stream
 from megatron.parallel.layers.collectives import enter, sum_gradient
 from megatron.parallel.layers.linear import ColumnLinear, RowLinear
+from megatron.parallel.layers.over_tokens import over_tokens
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ZEROS, Init, formula
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.shard import Role, Shard
 
-from .wkv7 import NARROWEST_HEAD, WIDEST_HEAD, left_of_state, wkv7, wkv7_of_fla
+from .wkv7 import left_of_state, wkv7
+from .wkv7_kernels import NARROWEST_HEAD, WIDEST_HEAD, compiles, wkv7_of_fla
 
 FASTEST = -math.exp(-0.5)  # of the logarithms of the decays
 FIRST = "v_first"
@@ -67,6 +70,7 @@ class RWKV7(nn.Module):
         self.mixed, self.factors, self.finished = mixed, _factors, _finished
         fits = NARROWEST_HEAD <= N <= WIDEST_HEAD
         self.fused = fits and choose_kernels(model.kernels, KIND, make.device)[0] == "fla"
+        self.compiles = self.fused and compiles()
         self.first = is_first(model, init.index)
         start = Start(options.init, init, H)
         mixes = start.mixes(*(p * start.rest for p in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)))
@@ -109,23 +113,40 @@ class RWKV7(nn.Module):
     def forward(self, x: Tensor, stream: Stream, state: RWKV7State | None = None) -> Any:
         x_BSH, starts, past = enter(x, self.mesh), document_begins(stream, state, self.context), state or RWKV7State()
         last = token_before(self.context, x_BSH, past.last)
-        r, w, k, v, a, g = self.mixed(x_BSH, sum_gradient(self.mix, self.mesh.tensor), last, starts)
-        value, blend, first = self.value(v), None, None
-        if self.blend is not None:
-            blend, first = self.blend(v), stream.channels[FIRST]
-        vectors = (self.decay_base, self.rate_base, self.blend_base, self.key_scale, self.rate_scale)
-        made = (self.key(k), value, self.decay(w), self.rate(a), blend, first, *vectors)
+        vectors: list[Tensor | None] = [self.decay_base, self.rate_base, self.blend_base, self.key_scale]
+        vectors += [self.rate_scale, self.bonus, self.norm_weight, self.norm_bias]
+        mix, whole = sum_gradient(self.mix, self.mesh.tensor), self.compiles and torch.compiler.is_compiling()
+        if whole:
+            own = iter(over_tokens([mix, *(each for each in vectors if each is not None)], x_BSH))
+            r, w, k, v, a, g = blended(x_BSH, list(islice(own, 6)), last, starts)
+            vectors = [None if each is None else next(own) for each in vectors]
+        else:
+            r, w, k, v, a, g = self.mixed(x_BSH, mix, last, starts)
+        value = self.value(v)
+        if whole:
+            ranks = [self.decay, self.rate, self.gate, *([] if self.blend is None else [self.blend])]
+            w, a, g, *blend = low_ranks([w, a, g, v][: len(ranks)], ranks)
+            key = self.key(k)
+        else:
+            blend = [] if self.blend is None else [self.blend(v)]
+            key, w, a = self.key(k), self.decay(w), self.rate(a)
+        of_first = (blend[0], stream.channels[FIRST]) if blend else (None, None)
+        made = (key, value, w, a, *of_first, *vectors[:5])
         before = past.memory if self.context.size == 1 else self._memory_before(made, starts, past.memory)
         alone, epsilon = state is None and self.context.size == 1, self.options.norm_epsilon
         sizes: Any = {"heads": self.heads, "chunk": self.options.chunk, "epsilon": epsilon}
         time_mix = functools.partial(_time_mix, self.factors, self.finished, **sizes, fused=self.fused and alone)
-        norm = self.bonus, self.norm_weight, self.norm_bias
-        y, memory = recomputed(time_mix, self.receptance(r), self.gate(g), *made, *norm, before, starts)
+        r, g = self.receptance(r), g if whole else self.gate(g)
+        y, memory = recomputed(time_mix, r, g, *made, *vectors[5:], before, starts)
         if state is not None and memory is not None:
             state.keep(self.context, x_BSH, stream)
             state.memory = self.context.to_first(memory)
         y = self.output(y)
         return (y, {FIRST: value}) if self.first else y
+
+    def prepare(self, stream: Stream) -> None:
+        """Put starts of documents into the stream's memo, so that a compiled block does not trace them."""
+        document_begins(stream, None, self.context)
 
     def _memory_before(
         self, made: tuple[Tensor | None, ...], starts_BS: Tensor | None, of_state: Tensor | None
@@ -207,8 +228,9 @@ def _factors(
     found = log_w, k, v, -removed, removed * a
     if r is None:
         return found
-    every = at_least_fp32(r).unflatten(-1, (heads, -1)), *found
-    return every if narrow is None else (*every[:4], *(each.to(narrow) for each in (every[0], *every[2:])))
+    r = r.unflatten(-1, (heads, -1))
+    every = at_least_fp32(r), *found
+    return every if narrow is None else (*every[:4], *(each.to(narrow) for each in (r, *every[2:])))
 
 
 def _made_of_none(*inputs: Any, heads: int, chunk: int) -> Tensor:
@@ -245,12 +267,13 @@ def _time_mix(
     *made, bonus, norm_weight, norm_bias, memory, starts = inputs
     dtype = g.dtype
     if fused and dtype != torch.float32:
-        r, log_w, k, v, narrow_r, *read = factors(r, *made, heads=heads, narrow=dtype)
-        y, memory = wkv7_of_fla(narrow_r, log_w, *read, chunk=chunk, starts_BS=starts, dtype=dtype)
+        _, log_w, k, v, r, *read = recomputed_in_graph(factors, r, *made, heads=heads, narrow=dtype)
+        y, memory = wkv7_of_fla(r, log_w, *read, chunk=chunk, starts_BS=starts, dtype=dtype)
     else:
         r, log_w, k, v, a, b = factors(r, *made, heads=heads)
         y, memory = wkv7(r, log_w, k, v, a, b, chunk=chunk, initial_BhNN=memory, starts_BS=starts)
-    return finished(y, r, k, v, g, bonus, norm_weight, norm_bias, eps=epsilon), memory
+    y = recomputed_in_graph(finished, y, r, k, v, g, bonus, norm_weight, norm_bias, eps=epsilon)
+    return y, memory
 
 
 def _finished(

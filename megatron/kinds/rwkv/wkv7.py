@@ -29,10 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.kinds.common.recurrence.pieces import document_bounds
-
-NARROWEST_HEAD, WIDEST_HEAD = 16, 256  # channels that the kernels of flash-linear-attention take
-
 
 class ForwardChunks(NamedTuple):
     """Tensors of the forward pass for all chunks."""
@@ -266,27 +262,3 @@ def _documents(
         (starts[..., -1:] < first).unsqueeze(-1),
     )
     return Documents(*(of.repeat_interleave(heads, 1).flatten(0, 1) for of in each))
-
-
-def wkv7_of_fla(
-    *inputs: Tensor, chunk: int, starts_BS: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
-) -> tuple[Tensor, Tensor | None]:
-    """`wkv7` of whole sequences without a past, by the kernels of flash-linear-attention, loaded at the first call.
-
-    No state is returned. The kernels choose their own chunks.
-
-    Args:
-        dtype: of the inputs of matrix products. torch computes fp32, which the kernels would round, and heads
-            that do not fit them.
-    """
-    if dtype == torch.float32 or not NARROWEST_HEAD <= inputs[0].shape[-1] <= WIDEST_HEAD:
-        return wkv7(*inputs, chunk=chunk, starts_BS=starts_BS)
-    from fla.ops.rwkv7 import chunk_rwkv7
-
-    v_BShN, rows, bounds = inputs[3], list(inputs), None
-    if starts_BS is not None:  # documents of all samples one after another, as one sample
-        rows, bounds = [each.flatten(0, 1).unsqueeze(0) for each in inputs], document_bounds(starts_BS)
-    r, log_w, k, v, a, b = (each.contiguous() for each in rows)
-    r, k, v, a, b = (each.to(dtype) for each in (r, k, v, a, b))
-    y, _ = chunk_rwkv7(r, log_w, k, v, a, b, scale=1.0, cu_seqlens=bounds, safe_gate=True)  # decays are in its range
-    return y.view_as(v_BShN).to(v_BShN.dtype), None

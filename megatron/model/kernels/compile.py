@@ -2,7 +2,8 @@
 
 A block is the unit because all blocks of a kind share one compilation, because the pipeline cuts between blocks, and
 because embedding and fused loss have nothing to fuse. Of a block whose mixer or feed-forward has loops or kernels of
-its own, the other half is compiled. Of each layer the methods in its `compiled_parts` are compiled: elementwise work
+its own, the other half is compiled. A layer whose kernels are operations of a graph has `compiles`: a block of such
+layers is compiled as a whole. Of each layer the methods in its `compiled_parts` are compiled: elementwise work
 between its products, which reads no parameter by itself and sends nothing. Where
 collectives, hooks or chunks cut blocks, only these parts are compiled.
 
@@ -99,6 +100,12 @@ def _fits(config: Config, block: BlockPattern) -> bool:
     return bool(block.mixers) and _compiles(config, block.kinds)
 
 
+def _whole(config: Config, block: Block) -> bool:
+    """Whether a block is compiled as a whole: by its kinds, or by its layers, with the kernels that they have."""
+    able = all(getattr(layer, "compiles", False) for _, layer in block.layers())
+    return _fits(config, block.pattern) or (bool(block.pattern.mixers) and not block.pattern.side and able)
+
+
 def _halves(config: Config, block: BlockPattern) -> list[str]:
     """The methods of a block that add one branch, of whatever kind the other is."""
     if config.model.residual.form == "parallel" or _fits(config, block):
@@ -112,7 +119,7 @@ def describe_compile(config: Config, device: torch.device | str) -> str:
     """One line for people: the choice and its reason."""
     extent, reason = choose_compilation(config, device)
     whole = all(_fits(config, block) for block in config.model.blocks)
-    blocks = "blocks" if whole else "what is made of attention and mlp, and parts of other layers"
+    blocks = "blocks" if whole else "blocks of layers that compile, and parts of others"
     what = {"off": "off", "parts": "parts of layers", "blocks": blocks}[extent]
     return f"torch.compile: {what} ({reason})" + (", as CUDA graphs" if graphs(config, device) else "")
 
@@ -130,7 +137,10 @@ def compile_forward(block: Block, config: Config, device: torch.device | str) ->
     extent, _ = choose_compilation(config, device)
     if extent == "off":
         return
+    whole = extent == "blocks" and _whole(config, block)
     options = _options(config, device)
+    if whole and not _fits(config, block.pattern):
+        options = _sum_in_groups(block, options, device)
     lower_backward_at_once()
 
     def compiled(plain: Callable[..., T], dynamic: bool | None = False) -> Callable[..., T]:
@@ -138,7 +148,7 @@ def compile_forward(block: Block, config: Config, device: torch.device | str) ->
 
     if graphs(config, device):
         gradients_leave_graphs(block)
-    if extent == "blocks" and _fits(config, block.pattern):
+    if whole:
         _compile_whole(block, compiled)
         return
     halves = _halves(config, block.pattern) if extent == "blocks" else []
@@ -207,7 +217,23 @@ def _options(config: Config, device: torch.device | str) -> dict[str, Any] | Non
     return options or None
 
 
-MIX_ORDER = "triton.mix_order_reduction"
+MIX_ORDER, READS = "triton.mix_order_reduction", "realize_acc_reads_threshold"
+
+
+def _sum_in_groups(block: Block, options: dict[str, Any] | None, device: torch.device | str) -> dict[str, Any] | None:
+    """Sum gradients of norms as their layers sum gradients of vectors (`over_tokens`). On GPUs inductor then stores no
+    tensor that only such a sum reads, whatever it is made of.
+
+    Returns:
+        options: of inductor.
+    """
+    for norm in (block.mixer_norm, block.ffn_norm):
+        if norm is not None:
+            norm.grouped = True
+    if torch.device(device).type == "cpu":
+        return options
+    own = {MIX_ORDER: False, READS: 64}
+    return {**(options or {}), **{name: own[name] for name in own if name in torch._inductor.list_options()}}
 
 
 def gradients_leave_graphs(block: nn.Module) -> None:

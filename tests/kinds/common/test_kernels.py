@@ -13,7 +13,7 @@ from megatron.config import resolve
 from megatron.config.kind import kinds_of
 from megatron.kinds.common.recurrence import convolution
 from megatron.kinds.mamba import selective_scan, ssd
-from megatron.kinds.rwkv import wkv7
+from megatron.kinds.rwkv import wkv7, wkv7_kernels
 from megatron.model.kernels import choice as kernels
 from megatron.model.stack import build_model
 from tests.float64 import DOUBLE, EXACT
@@ -86,12 +86,12 @@ def test_auto_takes_no_kernels_that_fail_in_the_first_backward_pass(
     assert kernels.choose_kernels(wanted, kinds_of()["mamba2"], "cuda") == (choice, reason)
 
 
-@pytest.mark.parametrize("width", [wkv7.NARROWEST_HEAD - 1, wkv7.WIDEST_HEAD + 1])
+@pytest.mark.parametrize("width", [wkv7_kernels.NARROWEST_HEAD - 1, wkv7_kernels.WIDEST_HEAD + 1])
 def test_heads_that_do_not_fit_the_kernels_are_computed_by_torch(width: int):
     torch.manual_seed(0)
     inputs = [torch.randn(1, 3, 1, width) for _ in range(6)]
     inputs[1] = -torch.sigmoid(inputs[1]) / 2
-    assert torch.equal(wkv7.wkv7_of_fla(*inputs, chunk=2)[0], wkv7.wkv7(*inputs, chunk=2)[0])
+    assert torch.equal(wkv7_kernels.wkv7_of_fla(*inputs, chunk=2)[0], wkv7.wkv7(*inputs, chunk=2)[0])
 
 
 def test_a_named_package_that_is_not_there_is_an_error(monkeypatch):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.kinds.rwkv import parts
 from megatron.kinds.rwkv.rwkv7 import _factors, _finished
+from megatron.parallel.layers import over_tokens
 
 B, S, HEADS, H = 2, 24, 2, 8
 STARTS = torch.where(torch.arange(S) < 11, 0, 11).expand(B, -1)
@@ -70,7 +71,7 @@ def test_groups_of_tokens_have_plain_gradients(name: str, group: int, monkeypatc
         graphs.append(graph.code)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    monkeypatch.setattr(parts, "GROUP", group)
+    monkeypatch.setattr(over_tokens, "GROUP", group)
     torch.manual_seed(0)
     function, inputs = CASES[name]()
     torch._dynamo.reset()
@@ -94,12 +95,12 @@ def test_groups_of_tokens_have_plain_gradients(name: str, group: int, monkeypatc
 
 def test_gradients_of_groups_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between groups too: bf16 would lose 1 of 257."""
-    monkeypatch.setattr(parts, "GROUP", 8)
+    monkeypatch.setattr(over_tokens, "GROUP", 8)
     x, mix = torch.zeros(1, 16, 1), torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     of_mix = torch.zeros_like(x)
     of_mix[0, [0, 1, 8]] = torch.tensor([[256.0], [1.0], [1.0]])
     torch._dynamo.reset()
-    made = torch.compile(parts.over_tokens, backend="aot_eager", dynamic=False)(mix, x)
+    made = torch.compile(over_tokens.over_tokens, backend="aot_eager", dynamic=False)([mix], x)
     torch.autograd.backward(made, [of_mix] * 2)
     torch._dynamo.reset()
     assert mix.grad is not None and mix.grad.flatten().tolist() == [258.0] * 2

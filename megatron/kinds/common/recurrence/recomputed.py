@@ -1,10 +1,12 @@
 """A function whose intermediate tensors are made again for the backward pass."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron.parallel.messages.account import here, saved_of
 
@@ -60,3 +62,12 @@ def recomputed(function: Callable[..., T], *inputs: Tensor | None) -> T:
     if not any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
         return function(*inputs)
     return _Recomputed.apply(function, *inputs)
+
+
+def recomputed_in_graph(function: Callable[..., T], *inputs: Tensor | None, **options: Any) -> T:
+    """`function(*inputs, **options)`. The backward pass of a compiled block computes its results again too, which a
+    compiler would keep where an operation reads them."""
+    if not torch.compiler.is_compiling():
+        return function(*inputs, **options)
+    run: Callable[..., T] = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    return run(function, *inputs, **options)

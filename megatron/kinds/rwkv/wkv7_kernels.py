@@ -1,0 +1,137 @@
+"""The recurrence of RWKV-7 by the kernels of flash-linear-attention, which is loaded at the first call.
+
+Inside of a compiled block they are two operations, forward and backward. On CPUs torch computes these, for tests.
+"""
+
+from collections.abc import Callable
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.arithmetic.machine import installed
+from megatron.kinds.common.recurrence.pieces import document_bounds
+from megatron.parallel.layout.precision import at_least_fp32
+
+from .wkv7 import wkv7
+
+NARROWEST_HEAD, WIDEST_HEAD = 16, 256  # channels that the kernels take
+CHUNK = 16  # tokens
+TESTED = "0.6.0"  # the version whose backward pass `gradient` calls
+
+
+def wkv7_of_fla(
+    *inputs: Tensor, chunk: int, starts_BS: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor | None]:
+    """`wkv7` of whole sequences without a past. No state is returned. The kernels choose their own chunks.
+
+    Args:
+        dtype: of the inputs of matrix products. torch computes fp32, which the kernels would round, and heads
+            that do not fit them.
+    """
+    if dtype == torch.float32 or not NARROWEST_HEAD <= inputs[0].shape[-1] <= WIDEST_HEAD:
+        return wkv7(*inputs, chunk=chunk, starts_BS=starts_BS)
+    r, log_w, *read = (each.contiguous() for each in inputs)
+    given: list[Tensor] = [r.to(dtype), log_w, *(each.to(dtype) for each in read)]
+    run: Callable[..., Tensor] = operation if torch.compiler.is_compiling() else forward_by_kernels
+    y = run(*given, starts_BS)
+    return y.view_as(inputs[3]).to(inputs[3].dtype), None
+
+
+def compiles() -> bool:
+    """Whether the installed version is the one whose backward pass can be an operation."""
+    return installed("fla") and metadata.version("fla-core") == TESTED  # has `fla.ops`
+
+
+def _bounds(starts_BS: Tensor | None) -> Tensor | None:
+    return None if starts_BS is None else document_bounds(starts_BS)
+
+
+def _rows(given: tuple[Tensor, ...], starts_BS: Tensor | None) -> tuple[Tensor, ...]:
+    """Documents of all samples one after another, as one sample."""
+    return given if starts_BS is None else tuple(each.flatten(0, 1).unsqueeze(0) for each in given)
+
+
+def _by_kernels(*inputs: Any) -> Tensor:
+    from fla.ops.rwkv7 import chunk_rwkv7
+
+    *given, bounds = inputs  # decays are in the range of `safe_gate`
+    return chunk_rwkv7(*given, scale=1.0, cu_seqlens=bounds, safe_gate=True)[0]
+
+
+def forward_by_kernels(
+    r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, starts_BS: Tensor | None
+) -> Tensor:
+    """y [B, S, h, N] of contiguous inputs."""
+    given = r, log_w, k, v, a, b
+    return _by_kernels(*_rows(given, starts_BS), _bounds(starts_BS)).view_as(v)
+
+
+def gradient_by_kernels(
+    of_y: Tensor, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, starts_BS: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the six inputs, without the forward pass of autograd: the kernels compute what they need again."""
+    from fla.ops.generalized_delta_rule.dplr.chunk import ChunkDPLRDeltaRuleFunction
+    from fla.ops.utils import prepare_chunk_indices
+
+    given, bounds = (r, log_w, k, v, a, b), _bounds(starts_BS)
+    of_y, r, log_w, k, v, a, b = _rows((of_y, *given), starts_BS)
+    kept = SimpleNamespace(
+        saved_tensors=(r, k, v, a, b, log_w, None),
+        cu_seqlens=bounds,
+        chunk_indices=None if bounds is None else prepare_chunk_indices(bounds, CHUNK),
+        chunk_size=CHUNK,
+        scale=1.0,
+        safe_gate=True,
+        disable_recompute=False,
+        cp_context=None,
+        _fwd_used_autocast=False,
+        _dtype=None,
+    )
+    of_r, of_k, of_v, of_a, of_b, of_w, *_ = ChunkDPLRDeltaRuleFunction.backward(kept, of_y, None)
+    found = of_r, of_w, of_k, of_v, of_a, of_b
+    return tuple(each.view_as(own) for each, own in zip(found, given))  # type: ignore[return-value]
+
+
+operation = torch.library.custom_op("deepy::wkv7", forward_by_kernels, mutates_args=(), device_types="cuda")
+gradient = torch.library.custom_op("deepy::wkv7_gradient", gradient_by_kernels, mutates_args=(), device_types="cuda")
+
+
+@operation.register_kernel("cpu")
+def by_torch(*inputs: Any) -> Tensor:
+    *given, starts_BS = inputs
+    y, _ = wkv7(*map(at_least_fp32, given), chunk=CHUNK, starts_BS=starts_BS)
+    return y.to(given[3].dtype).contiguous()
+
+
+@gradient.register_kernel("cpu")
+def _gradient_by_torch(of_y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    *given, starts_BS = inputs
+    leaves = [at_least_fp32(each).detach().requires_grad_() for each in given]
+    with torch.enable_grad():
+        y, _ = wkv7(*leaves, chunk=CHUNK, starts_BS=starts_BS)
+    found = torch.autograd.grad(y, leaves, of_y.to(y.dtype))
+    return tuple(each.to(own.dtype).contiguous() for each, own in zip(found, given))
+
+
+@operation.register_fake
+def _(*inputs: Any) -> Tensor:
+    return torch.empty_like(inputs[3])
+
+
+@gradient.register_fake
+def _(of_y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(map(torch.empty_like, inputs[:6]))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, of_y: Tensor) -> tuple[Tensor | None, ...]:
+    return *gradient(of_y.contiguous(), *ctx.saved_tensors), None
+
+
+operation.register_autograd(_gradients, setup_context=_keep)

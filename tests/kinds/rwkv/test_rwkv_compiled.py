@@ -1,0 +1,129 @@
+"""RWKV-7 blocks that are compiled as a whole, with the kernels as operations, next to plain blocks in float64. Torch
+computes the operations here."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config import resolve
+from megatron.kinds.rwkv import rwkv7, wkv7_kernels
+from megatron.model.stack import build_model
+from megatron.parallel.layers import over_tokens
+from tests.paths import ROOT
+
+V, S = 61, 24
+
+
+def result(
+    mode: str, recompute: str, documents: bool, dtype: torch.dtype = torch.float64, hooks: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients.
+
+    Args:
+        hooks: have one that changes the result of a matrix of low rank, as that of an adapter.
+    """
+    config = resolve({
+        "model": {
+            "layers": "(rwkv7/rwkv7_ffn) x3",
+            "hidden_size": 32,
+            "vocab_size": V,
+            "norm": {"type": "layernorm", "bias": True},
+            "rwkv7": {"head_dim": 16, "decay_rank": 5, "rate_rank": 3, "value_rank": 2, "gate_rank": 4},
+        },
+        "training": {
+            "steps": 1,
+            "sequence_length": S,
+            "compile": mode,
+            "activation_checkpointing": {"mode": recompute},
+        },
+        "data": {"reset_attention_at_eod": documents},
+        "tokenizer": {"eod_id": 0},
+    })
+    model, draws = build_model(config, dtype=dtype), torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # matrices of low rank start at 0
+        drawn = 0.1 * torch.randn(parameter.shape, generator=draws, dtype=torch.float64)
+        parameter.data = (parameter.data + drawn).bfloat16().to(parameter.dtype)
+    for layer in model.modules():
+        if hooks and isinstance(layer, rwkv7.RWKV7):
+            layer.rate.up.register_forward_hook(lambda _layer, _given, y: 2 * y)
+    tokens = torch.randint(V, (2, S + 1), generator=draws)
+    numbers = (torch.arange(S) >= torch.tensor([[7], [16]])).long()
+    channels = {"documents": numbers, "positions": torch.zeros_like(numbers)} if documents else {}
+    loss, _ = model(tokens[:, :-1], tokens[:, 1:], torch.full((2, S), 1 / (2 * S)), **channels)
+    loss.backward()
+    return loss.detach(), {each.logical.name: each.grad for each in model.parameters()}
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The graphs of compiled blocks. Torch computes the kernels, also in plain blocks."""
+    found: list[str] = []
+
+    def seen(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        found.append(graph.code)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile
+    monkeypatch.setattr("torch.compile", lambda forward, dynamic, options: compiled(forward, backend=seen))
+    monkeypatch.setattr(rwkv7, "choose_kernels", lambda *_: ("fla", "pretended"))
+    monkeypatch.setattr(rwkv7, "compiles", lambda: True)
+    monkeypatch.setattr(wkv7_kernels, "forward_by_kernels", wkv7_kernels.by_torch)
+    monkeypatch.setattr(over_tokens, "GROUP", 8)
+    torch._dynamo.reset()
+    yield found
+    torch._dynamo.reset()
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "documents", "hooks"),
+    [
+        ("none", False, False),
+        ("full", True, False),
+        ("none", False, True),
+        pytest.param("none", True, False, marks=pytest.mark.slow),
+    ],
+)
+def test_whole_blocks_are_plain_ones(graphs: list[str], recompute: str, documents: bool, hooks: bool) -> None:
+    loss, wanted = result("off", recompute, documents, hooks=hooks)
+    found_loss, found = result("layer", recompute, documents, hooks=hooks)
+    assert len(graphs) == 2, "one for the first block, and one for all others"
+    for code, ranks in zip(graphs, (3, 4)):
+        assert "deepy.wkv7" in code and "autograd_function_apply" in code
+        assert len(re.findall(r"linear\(", code)) == 4 + 2 + hooks * 2 * ranks  # four of H, two of ffn
+    torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).norm() <= 1e-10 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("group", [8, 7])
+def test_whole_blocks_in_bf16_are_as_near_as_plain_ones(
+    graphs: list[str], monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    """To float64. 2 * 24 tokens are no multiple of 7."""
+    monkeypatch.setattr(over_tokens, "GROUP", group)
+    _, exact = result("off", "none", False)
+    _, near = result("off", "none", False, torch.bfloat16)
+    _, found = result("layer", "none", False, torch.bfloat16)
+    assert len(graphs) == 2
+    for name, gradient in exact.items():
+        bound = 1.25 * (near[name] - gradient).norm() + 2**-9 * gradient.norm()  # sums of another order, one rounding
+        assert (found[name] - gradient).norm() <= bound, name
+
+
+def test_operations_are_what_torch_expects_of_them() -> None:
+    """Shapes, types and memory of their results, and gradients, by torch's own checks."""
+    torch.manual_seed(0)
+    r, k, v, a = (torch.randn(2, 20, 2, 16, dtype=torch.float64, requires_grad=True) for _ in range(4))
+    log_w = (-0.6 * torch.rand(2, 20, 2, 16, dtype=torch.float64)).requires_grad_()
+    starts = torch.where(torch.arange(20) < 11, 0, 11).expand(2, -1).contiguous()
+    for each in (None, starts):
+        torch.library.opcheck(wkv7_kernels.operation, (r, log_w, k, v, a / 8, a / 4, each))
+
+
+def test_the_backward_pass_is_that_of_the_pinned_version() -> None:
+    pinned = re.search(r"^flash-linear-attention==(\S+)", Path(ROOT / "requirements/gpu.txt").read_text(), re.M)
+    assert pinned and pinned[1] == wkv7_kernels.TESTED
