@@ -133,7 +133,7 @@ ROWS = (  # the second row of a shape has contenders that would not fit into 24 
     *(
         replace(bf16, table="bound", arguments=(*bf16.arguments, "--bound"))
         for shape in ("pythia-70m", "llama-70m", "pythia-160m")
-        for bf16, _ in (_step(shape, 2, among=("litgpt",)),)
+        for bf16, _ in (_step(shape, 2, among=("litgpt", "litgpt-compiled")),)
     ),
     *_step("pythia-14m", 4, among=("eager", "compiled", "autocast", "litgpt"), threads=2),
     *_step("pythia-70m", 2, rounds=3, among=("eager", "autocast", "litgpt"), threads=2),
