@@ -96,7 +96,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     """`F.rms_norm` over the last dimension, with its bits. Torch has no kernel for CPUs. It runs about 20 operations
     for the norm and its gradient, each on the whole tensor in fp32, and keeps two of their results."""
     trains = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
-    if trains and BY_ROWS and x.device.type == "cpu" and not torch.compiler.is_compiling():
+    # In fp32 autograd adds the two summands of the input's gradient to that of a residual one by one.
+    narrow = x.dtype.itemsize == 2 and x.device.type == "cpu"
+    if trains and BY_ROWS and narrow and not torch.compiler.is_compiling():
         return _RowsOfRMSNorm.apply(x, weight, epsilon)
     return F.rms_norm(x, x.shape[-1:], weight, epsilon)
 
@@ -109,8 +111,7 @@ def _some_rows(x_NH: Tensor) -> Iterator[slice]:
 
 class _RowsOfRMSNorm(torch.autograd.Function):
     """RMSNorm and its gradient, some rows at a time, which the cache of a core holds in fp32. Keeps the input and a
-    number per row. It runs the operations of torch and autograd in their order, which gives the same bits. But in fp32
-    autograd adds the two summands of the input's gradient to that of a residual one by one."""
+    number per row. It runs the operations of torch and autograd in their order, which gives the same bits."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:

@@ -71,8 +71,8 @@ def test_bits_are_torchs_where_tensors_lie_otherwise(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_with_a_residual_the_bits_are_torchs_in_16_bits(dtype):
-    """In fp32 one sum of three numbers has another order: two roundings, each of half a unit in 2**23 or less."""
+def test_with_a_residual_the_bits_are_torchs(dtype):
+    """In fp32, where one sum of three numbers would have another order, torch computes."""
     generator = torch.Generator().manual_seed(0)
     x, of_y = torch.randn(2, 6, 50, 64, generator=generator).to(dtype)
     weight, found = torch.linspace(-1, 2, 64).to(dtype), []
@@ -80,16 +80,14 @@ def test_with_a_residual_the_bits_are_torchs_in_16_bits(dtype):
         leaf = x.detach().requires_grad_()
         stream = leaf * 1
         found += torch.autograd.grad(stream + form(stream, weight).sin(), leaf, of_y)
-    if dtype == torch.bfloat16:
-        assert torch.equal(*found)
-    assert (found[0] - found[1]).norm() <= 2 * 2**-23 * found[1].norm()
+    assert torch.equal(*found)
 
 
 def test_an_input_is_unchanged_and_infinite_numbers_pass():
-    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     x[1, 3], x[2, 5], x[3] = float("inf"), float("nan"), 0.0
-    kept, weight = x.clone(), torch.linspace(-1, 1, 64).requires_grad_()
-    found = [results(form, x.requires_grad_(), weight, torch.ones(4, 64)) for form in (ours, theirs)]
+    kept, weight = x.clone(), torch.linspace(-1, 1, 64).bfloat16().requires_grad_()
+    found = [results(form, x.requires_grad_(), weight, torch.ones(4, 64).bfloat16()) for form in (ours, theirs)]
     assert torch.equal(x.detach().nan_to_num(), kept.nan_to_num())
     for mine, other in zip(*found):
         assert torch.equal(mine.isnan(), other.isnan()) and torch.equal(mine.nan_to_num(), other.nan_to_num())
@@ -117,7 +115,7 @@ def test_only_the_input_and_a_number_per_row_are_kept():
 
 def test_without_gradients_torch_computes(monkeypatch):
     monkeypatch.setattr(norm._RowsOfRMSNorm, "apply", lambda *_: pytest.fail("rows"))
-    x = torch.randn(2, 8)
+    x = torch.randn(2, 8).bfloat16()
     assert torch.equal(ours(x, None), theirs(x, None))
     with torch.no_grad():
         ours(x.requires_grad_(), None)

@@ -78,7 +78,9 @@ def test_kept_activations(name: str):
         loss.backward()
         return found
 
-    elements = layers(resolve(values(name)))[1].counts.activations
+    own = CASES[name]
+    # torch's RMSNorm on CPUs also keeps the normalised vector
+    elements = layers(resolve(values(name)))[1].counts.activations + SIZES["kv_rank"] + own.get("query_rank", 0)
     assert kept(2) - kept(1) == pytest.approx(elements * B * S * 4, rel=0.001)
 
 

@@ -95,7 +95,7 @@ def test_the_page_of_a_first_cluster_run(cluster, slurm, copy, jobs):  # noqa: F
         run = copy / "runs" / "run7b"
         wait_for(partial(says, run / "logs", "started from step 0"), 400, partial(logs_of_slurm, run))
         status, _, error = jobs(cluster, copy, typing(commands["7"]), environment=known).finish(100)
-        assert status == 2 and "runs on node" in error, error
+        assert status == 2 and "is on node" in error, error
         command = error.strip().rpartition("ask there: ")[2]
         assert f"--jobid={number}" in command
         said = typed(jobs(cluster, copy, typing(command), environment=known), slurm)
