@@ -394,8 +394,8 @@ class StepEstimator:
             share = _gathers((parallel.pipeline, parallel.stages_per_rank, parallel.schedule), n, times > 1)
             return share * gather + times * sums("reduce_scatter", reduced)
         if layout.zero_stage == 3:
-            beside = OVERLAP * work.computing if config.zero.overlap else 0.0
-            return max(0.0, n * 2 * gather + times * sums("reduce_scatter", reduced) - n * beside)
+            hidden = OVERLAP * work.computing if config.zero.overlap else 0.0
+            return max(0.0, n * 2 * gather + times * sums("reduce_scatter", reduced) - n * hidden)
         if scattered:
             under = 0.0 if self.device.name == "cpu" else OVERLAP * 2 / 3 * work.computing
             passes = times if layout.zero_stage == 2 else 1

@@ -119,9 +119,9 @@ def test_the_command_tells_the_time_by_the_figures_of_a_machine(machine_file, tm
     run.write_text(yaml.safe_dump({"model": values, "training": training}))
     named = ["--device=mine", f"--machine={file}"] if machine_file else ["--device=cpu"]
     assert command.main(["--ranks=2", *named, str(run)]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     where = f"mine in {file}" if machine_file else "cpu in megatron/plan/devices.yml"
-    assert f"and figures of {where}" in told and ("a step: about 7 s" in told) == machine_file
+    assert f"and figures of {where}" in output and ("a step: about 7 s" in output) == machine_file
 
 
 def test_gathered_tensors():

@@ -105,8 +105,10 @@ class LowRank(nn.Module):
         return self.up(inner if self.activation is None else self.activation(inner))
 
     def is_plain(self) -> bool:
-        """Whether it is nothing but its matrices: without adapters or products of 8 bits."""
-        return self.up.linear is plain and not self.up._forward_hooks
+        """Whether it is nothing but its matrices and an activation of `_Activated`: without adapters, other hooks or
+        products of 8 bits."""
+        hooks = any(each._forward_hooks or each._forward_pre_hooks for each in (self, self.down, self.up))
+        return self.up.linear is plain and not hooks and self.activation in (None, torch.tanh, torch.sigmoid)
 
 
 class Whole(nn.Module):

@@ -51,9 +51,9 @@ def read(levels: Levels, model: Model, layout: Layout, rank: int, least: int = 0
     """The step that is found, after everything that a rank of a layout needs was compared bit by bit. The skipped
     copies."""
     found, skipped = levels.newest(least)
-    told = [why for _, why in skipped]
+    reasons = [why for _, why in skipped]
     if found is None:
-        return None, told
+        return None, reasons
     expected = fragments(model, layout, rank, replicas=True)
     filled = [Fragment.empty(each.spec, each.data.dtype) for each in expected]
     for each in filled:
@@ -64,7 +64,7 @@ def read(levels: Levels, model: Model, layout: Layout, rank: int, least: int = 0
     assert found.meta.data == {"samples": found.step * 8} and found.meta.ledger == {"bytes": 7}
     found.release()
     assert not list(Path(found.path).parent.glob("*.tmp-*"))
-    return found.step, told
+    return found.step, reasons
 
 
 def together(rank: int, work: Callable[[], None]) -> None:
@@ -151,10 +151,12 @@ def test_a_lost_host_is_replaced_by_its_neighbours_copy(tmp_path: Path) -> None:
         assert seen["neighbour"] == [(15, [])] * 2
         assert seen["alone"] == (None, []), "without copies a lost host takes its part with it"
         assert seen["one damaged"] == (15, []), "the neighbour's copy is read"
-        step, told = seen["both damaged"]
+        step, reasons = seen["both damaged"]
         assert (
-            step == 10 and "1 of 4 files are absent or damaged on every host" in told[0] and "rank_00001" in told[0]
-        ), told
+            step == 10
+            and "1 of 4 files are absent or damaged on every host" in reasons[0]
+            and "rank_00001" in reasons[0]
+        ), reasons
         assert seen["untouched"] and seen["manifest lost"] == 10
         lines, step = seen["dropped"]
         assert step == 10 and "step_00000015 deleted" in lines[0]

@@ -2,28 +2,35 @@
 computes the operations here."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.config import resolve
 from megatron.kinds.rwkv import rwkv7, wkv7_kernels
+from megatron.kinds.rwkv.parts import LowRank
 from megatron.model.stack import build_model
 from megatron.parallel.layers import over_tokens
 from tests.paths import ROOT
 
 V, S = 61, 24
+CHANGES: dict[str, Callable[[LowRank], Any]] = {
+    "result": lambda rank: rank.up.register_forward_hook(lambda _layer, _given, y: 2 * y),
+    "input": lambda rank: rank.down.register_forward_pre_hook(lambda _layer, given: (2 * given[0],)),
+    "activation": lambda rank: setattr(rank, "activation", torch.nn.functional.silu),
+}
 
 
 def result(
-    mode: str, recompute: str, documents: bool, dtype: torch.dtype = torch.float64, hooks: bool = False
+    mode: str, recompute: str, documents: bool, dtype: torch.dtype = torch.float64, change: str = ""
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients.
 
     Args:
-        hooks: have one that changes the result of a matrix of low rank, as that of an adapter.
+        change: of a matrix of low rank: a hook, such as that of an adapter, or another activation.
     """
     config = resolve({
         "model": {
@@ -47,8 +54,8 @@ def result(
         drawn = 0.1 * torch.randn(parameter.shape, generator=draws, dtype=torch.float64)
         parameter.data = (parameter.data + drawn).bfloat16().to(parameter.dtype)
     for layer in model.modules():
-        if hooks and isinstance(layer, rwkv7.RWKV7):
-            layer.rate.up.register_forward_hook(lambda _layer, _given, y: 2 * y)
+        if isinstance(layer, rwkv7.RWKV7) and change:
+            CHANGES[change](layer.rate)
     tokens = torch.randint(V, (2, S + 1), generator=draws)
     numbers = (torch.arange(S) >= torch.tensor([[7], [16]])).long()
     channels = {"documents": numbers, "positions": torch.zeros_like(numbers)} if documents else {}
@@ -79,21 +86,21 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("recompute", "documents", "hooks"),
+    ("recompute", "documents", "change"),
     [
-        ("none", False, False),
-        ("full", True, False),
-        ("none", False, True),
-        pytest.param("none", True, False, marks=pytest.mark.slow),
+        ("none", False, ""),
+        ("full", True, ""),
+        *(("none", False, change) for change in CHANGES),
+        pytest.param("none", True, "", marks=pytest.mark.slow),
     ],
 )
-def test_whole_blocks_are_plain_ones(graphs: list[str], recompute: str, documents: bool, hooks: bool) -> None:
-    loss, wanted = result("off", recompute, documents, hooks=hooks)
-    found_loss, found = result("layer", recompute, documents, hooks=hooks)
+def test_whole_blocks_are_plain_ones(graphs: list[str], recompute: str, documents: bool, change: str) -> None:
+    loss, wanted = result("off", recompute, documents, change=change)
+    found_loss, found = result("layer", recompute, documents, change=change)
     assert len(graphs) == 2, "one for the first block, and one for all others"
     for code, ranks in zip(graphs, (3, 4)):
         assert "deepy.wkv7" in code and "autograd_function_apply" in code
-        assert len(re.findall(r"linear\(", code)) == 4 + 2 + hooks * 2 * ranks  # four of H, two of ffn
+        assert len(re.findall(r"linear\(", code)) == 4 + 2 + bool(change) * 2 * ranks  # four of H, two of ffn
     torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
     for name, gradient in wanted.items():
         assert (found[name] - gradient).norm() <= 1e-10 * gradient.norm(), name
