@@ -36,7 +36,7 @@ dev:
 	@requirements/install dev $(VENV)
 	@requirements/install docs $(VENV)
 
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(UNTIL),--until $(UNTIL))
 
 # Files that have a mark: to import all of them takes each process a quarter of a minute.
 MARKED = $(shell grep -rlE '$(1)' tests --include='test_*.py')

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests import selection
-from tests.selection import pytest_collection_modifyitems  # noqa: F401
+from tests.selection import pytest_collection_modifyitems, pytest_runtest_setup, pytest_terminal_summary  # noqa: F401
 
 sys.path.append(str(Path(__file__).parent / "stand_ins"))  # a real package comes before them
 sys.path.append(str(Path(__file__).parent.parent / "examples" / "optimizers"))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import product
@@ -26,6 +27,7 @@ import pytest
 DURATIONS = Path(__file__).with_name("durations.json")
 UNKNOWN = 20.0  # seconds that a file without a measurement is taken to need
 LONG = 0.6  # CPU seconds from which a test function is listed, and is not part of a fast run
+NO_TIME = "no time left (--until)"
 WAITS = 1.0  # seconds by the clock from which it is, though it computes little
 
 
@@ -81,9 +83,23 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection")
     group.addoption("--fast", action="store_true", help="only the first case of tests well under a second")
     group.addoption("--sample", type=int, default=1, metavar="N", help="only every Nth case of every test")
+    group.addoption("--until", type=float, metavar="T", help="skip tests that would start later (seconds since 1970)")
     group.addoption(
         "--store-durations", action="store_true", help="measure the files of this run for tests/durations.json"
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    until = item.config.getoption("--until")
+    if until is not None and time.time() >= until:
+        pytest.skip(NO_TIME)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    late = sum(report.longrepr[2].endswith(NO_TIME) for report in terminalreporter.stats.get("skipped", []))
+    if late:
+        terminalreporter.write_line(f"{late} tests were not run, because the machine was too slow for them")
 
 
 def configure(config: pytest.Config) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import time
 from itertools import product
 
 import pytest
@@ -49,3 +52,13 @@ def test_a_plain_run_has_one_case_of_whole_runs_and_the_tour_has_the_rest() -> N
     assert [case.values for case in of_two] == [(1, "x"), (2, "y")] and of_two[1].marks[0].name == "layouts"
     assert [[mark.name for mark in case.marks] for case in cases] == [["slow"], [], ["tour"], ["tour"]]
     assert cases[2].id == "named"
+
+
+@pytest.mark.parametrize("left", [-60, 600])
+def test_tests_that_would_start_too_late_are_skipped_and_counted(left: int) -> None:
+    name = f"{__file__}::test_files_that_have_a_mark_are_found_by_its_text"
+    command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider", "--until", str(time.time() + left)]
+    run = subprocess.run([*command, name], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
+    assert ("1 tests were not run" in run.stdout) == ("1 skipped" in run.stdout) == (left < 0)
+    assert ("1 passed" in run.stdout) == (left > 0)
