@@ -42,7 +42,10 @@ def wkv7_of_fla(
 
 def compiles() -> bool:
     """Whether the installed version is the one whose backward pass can be an operation."""
-    return installed("fla") and metadata.version("fla-core") == TESTED  # has `fla.ops`
+    try:
+        return installed("fla") and metadata.version("fla-core") == TESTED  # has `fla.ops`
+    except metadata.PackageNotFoundError:  # an older version, or a folder of its files
+        return False
 
 
 def _bounds(starts_BS: Tensor | None) -> Tensor | None:

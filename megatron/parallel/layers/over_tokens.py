@@ -19,7 +19,10 @@ class _OverTokens(torch.autograd.Function):
     """Vectors, and the rows of one matrix before them, as [B, S, H] each, in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, B: int, S: int, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        # Not `B, S, *given` above: where nothing needs a gradient, torch 2.13's compiler leaves out ctx if there are as
+        # many inputs as parameters here, each with a star counted once.
+        B, S, *given = inputs
         ctx.rows, ctx.types = len(given[0]) if given[0].dim() == 2 else 0, [each.dtype for each in given]
         rows = [*given[0], *given[1:]] if ctx.rows else given
         return tuple(at_least_fp32(each).expand(B, S, -1).contiguous() for each in rows)

@@ -3,6 +3,7 @@ computes the operations here."""
 
 import re
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ CHANGES: dict[str, Callable[[LowRank], Any]] = {
 
 
 def result(
-    mode: str, recompute: str, documents: bool, dtype: torch.dtype = torch.float64, change: str = ""
+    mode: str, recompute: str, documents: bool, dtype: torch.dtype = torch.float64, change: str = "", trained: str = ""
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients.
 
     Args:
         change: of a matrix of low rank: a hook, such as that of an adapter, or another activation.
+        trained: parameters with this in their name. With "none" autograd does not run.
     """
     config = resolve({
         "model": {
@@ -59,9 +61,14 @@ def result(
     tokens = torch.randint(V, (2, S + 1), generator=draws)
     numbers = (torch.arange(S) >= torch.tensor([[7], [16]])).long()
     channels = {"documents": numbers, "positions": torch.zeros_like(numbers)} if documents else {}
-    loss, _ = model(tokens[:, :-1], tokens[:, 1:], torch.full((2, S), 1 / (2 * S)), **channels)
-    loss.backward()
-    return loss.detach(), {each.logical.name: each.grad for each in model.parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(trained in parameter.logical.name)
+    with torch.set_grad_enabled(trained != "none"):
+        loss, _ = model(tokens[:, :-1], tokens[:, 1:], torch.full((2, S), 1 / (2 * S)), **channels)
+    if loss.requires_grad:
+        loss.backward()
+    gradients = {each.logical.name: each.grad for each in model.parameters()}
+    return loss.detach(), {name: each for name, each in gradients.items() if each is not None}
 
 
 @pytest.fixture
@@ -80,6 +87,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(wkv7_kernels, "forward_by_kernels", wkv7_kernels.by_torch)
     monkeypatch.setattr(over_tokens, "GROUP", 8)
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # of other tests
     yield found
     torch._dynamo.reset()
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -106,6 +114,29 @@ def test_whole_blocks_are_plain_ones(graphs: list[str], recompute: str, document
         assert (found[name] - gradient).norm() <= 1e-10 * gradient.norm(), name
 
 
+@pytest.mark.parametrize("trained", ["none", "key.weight"])
+def test_whole_blocks_are_whole_where_norms_do_not_train(graphs: list[str], trained: str) -> None:
+    """In evaluations, and with adapters."""
+    loss, wanted = result("off", "none", True, trained=trained)
+    found_loss, found = result("layer", "none", True, trained=trained)
+    assert len(graphs) <= 3, "the embedding's result needs no gradient, so the first two blocks may be compiled apart"
+    assert all("deepy.wkv7" in code for code in graphs)
+    torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
+    assert found.keys() == wanted.keys() and bool(wanted) == (trained != "none")
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).norm() <= 1e-10 * gradient.norm(), name
+
+
+def test_blocks_in_fp32_are_compiled_in_parts(graphs: list[str]) -> None:
+    """Their recurrence is torch's, whose loops over chunks would cut a block, and keep what it computes again."""
+    loss, wanted = result("off", "none", True, torch.float32)
+    found_loss, found = result("layer", "none", True, torch.float32)
+    assert graphs and not any(re.search(r"linear\(|bmm|wkv7", code) for code in graphs)
+    torch.testing.assert_close(found_loss, loss, rtol=1e-5, atol=0)
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
 @pytest.mark.parametrize("group", [8, 7])
 def test_whole_blocks_in_bf16_are_as_near_as_plain_ones(
     graphs: list[str], monkeypatch: pytest.MonkeyPatch, group: int
@@ -129,6 +160,20 @@ def test_operations_are_what_torch_expects_of_them() -> None:
     starts = torch.where(torch.arange(20) < 11, 0, 11).expand(2, -1).contiguous()
     for each in (None, starts):
         torch.library.opcheck(wkv7_kernels.operation, (r, log_w, k, v, a / 8, a / 4, each))
+
+
+def test_packages_of_no_known_version_do_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-linear-attention had no fla-core at first, and a folder of its files has no version."""
+    monkeypatch.setattr(wkv7_kernels, "installed", lambda package: True)
+    for version, compiles in ((wkv7_kernels.TESTED, True), ("0.6.1", False), (None, False)):
+
+        def found(package: str, version: str | None = version) -> str:
+            if version is None:
+                raise metadata.PackageNotFoundError(package)
+            return version
+
+        monkeypatch.setattr(metadata, "version", found)
+        assert wkv7_kernels.compiles() == compiles
 
 
 def test_the_backward_pass_is_that_of_the_pinned_version() -> None:
