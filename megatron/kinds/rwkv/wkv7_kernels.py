@@ -53,7 +53,8 @@ def _bounds(starts_BS: Tensor | None) -> Tensor | None:
 
 
 def _rows(given: tuple[Tensor, ...], starts_BS: Tensor | None) -> tuple[Tensor, ...]:
-    """Documents of all samples one after another, as one sample."""
+    """Contiguous, whatever strides a compiler gave them. Documents of all samples follow one another in one sample."""
+    given = tuple(each.contiguous() for each in given)
     return given if starts_BS is None else tuple(each.flatten(0, 1).unsqueeze(0) for each in given)
 
 
@@ -67,7 +68,7 @@ def _by_kernels(*inputs: Any) -> Tensor:
 def forward_by_kernels(
     r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, starts_BS: Tensor | None
 ) -> Tensor:
-    """y [B, S, h, N] of contiguous inputs."""
+    """y [B, S, h, N]."""
     given = r, log_w, k, v, a, b
     return _by_kernels(*_rows(given, starts_BS), _bounds(starts_BS)).view_as(v)
 
