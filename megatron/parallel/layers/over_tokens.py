@@ -20,8 +20,8 @@ class _OverTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        # `B, S, *given` in the signature would lose ctx where nothing needs a gradient: torch 2.13's compiler omits it if
-        # the signature has the call's number of parameters, each with a star counted once.
+        # With `B, S, *given` in the signature, torch 2.13's compiler omits ctx if nothing needs a gradient and a call
+        # has the signature's number of parameters, each with a star counted once.
         B, S, *given = inputs
         ctx.rows, ctx.types = len(given[0]) if given[0].dim() == 2 else 0, [each.dtype for each in given]
         rows = [*given[0], *given[1:]] if ctx.rows else given
