@@ -76,12 +76,18 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
     """The failure that came first. A rank's own end beats the loss of its host at the same moment.
 
     A rank that complains of a lost peer may do so before the peer's agent, on a busy host, has noticed the failure.
-    Where a rank was killed or failed for a reason of its own at about that time, its failure came first."""
+    Where a rank was killed or failed for a reason of its own at about that time, its failure came first. An agent sends
+    the last words of one rank or few, so a rank without words may have complained, too: there only a kill comes first.
+    """
     failures = sorted(failures, key=lambda each: (each.time, each.rank is None, each.rank or 0))
-    if not failures or not COMPLAINT.search(failures[0].text):
-        return failures[0] if failures else None
-    soon = (each for each in failures if each.time - failures[0].time < AT_ONCE)
-    return next((each for each in soon if _is_a_cause(each)), failures[0])
+    if not failures:
+        return None
+    first = failures[0]
+    silent = not first.text and not first.reason and first.rank is not None and 0 < first.status != HANG
+    if not silent and not COMPLAINT.search(first.text):
+        return first
+    soon = (each for each in failures if each.time - first.time < AT_ONCE and not (silent and each.status > 0))
+    return next((each for each in soon if _is_a_cause(each)), first)
 
 
 def _is_a_cause(failure: Failure) -> bool:

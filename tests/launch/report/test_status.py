@@ -204,6 +204,15 @@ def test_a_complaint_about_a_peer_does_not_come_before_the_peers_death(others, r
 
 
 @pytest.mark.parametrize(
+    ("others", "rank"),
+    [([fail(10.1, 3, -9)], 3), ([fail(10.1, 3, 1, text="ValueError: no")], 0), ([fail(27.0, 3, -9)], 0)],
+)
+def test_a_rank_without_words_may_have_complained_about_the_one_that_was_killed(others, rank):
+    """An agent that has sent the last words of the killed rank, a warning of torch's, sends no others."""
+    assert outcome([fail(10.0, 0, 1), *others], [])[1].rank == rank
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.",
