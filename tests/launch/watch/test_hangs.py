@@ -143,7 +143,7 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_after_a_restart(tmp_path):
     assert "rank 0 on" in said and "most recent call first" in said and "no stack: it is stopped" in said
     _, error = job.communicate(timeout=500)
     assert job.returncode == 0, error
-    assert "the run hangs: rank 0 waits in all_reduce" in error
+    assert "the run hangs: rank 0 waits in reduce_scatter_tensor" in error
     assert "first failure: rank 1 on" in error and "hang (status 76)" in error
     (report,) = folder.glob("hang_*.txt")
     assert (
