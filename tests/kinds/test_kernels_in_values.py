@@ -89,25 +89,41 @@ class Operations(torch.autograd.Function):
     """The kernels as the two operations of a compiled block."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        from megatron.kinds.rwkv.wkv7_kernels import forward_by_kernels
-
-        ctx.save_for_backward(*inputs)
-        return forward_by_kernels(*inputs)
+    def forward(ctx, forward, gradient, *inputs):
+        ctx.gradient, ctx.count, made = gradient, len(inputs), forward(*inputs)
+        y, kept = (made, inputs) if isinstance(made, torch.Tensor) else (made[0], (*inputs[:-1], made[1]))
+        ctx.save_for_backward(*kept)
+        return y
 
     @staticmethod
     def backward(ctx, of_y):
-        from megatron.kinds.rwkv.wkv7_kernels import gradient_by_kernels
+        found = ctx.gradient(of_y.contiguous(), *ctx.saved_tensors)
+        return None, None, *found, *(None for _ in range(ctx.count - len(found)))
 
-        return *gradient_by_kernels(of_y.contiguous(), *ctx.saved_tensors), None
+
+def mamba2_operations() -> tuple[Kernel, Kernel, list[torch.Tensor]]:
+    from megatron.kinds.mamba import simple_gla, ssd
+
+    _, plain, inputs = mamba2()
+
+    def kernel(x, dt, dt_bias, A_log, D, B, C, *, chunk, starts_BS):
+        rows = ssd.gated_rows(x, dt, dt_bias, A_log, B, C, starts_BS, (0.0, None))
+        rows = [each.contiguous() for each in rows]
+        y = Operations.apply(simple_gla.forward_by_kernels, simple_gla.gradient_by_kernels, *rows)
+        return ssd.gated_output(y, x, D), None
+
+    return kernel, plain, inputs
 
 
 def rwkv7_operations() -> tuple[Kernel, Kernel, list[torch.Tensor]]:
+    from megatron.kinds.rwkv.wkv7_kernels import forward_by_kernels, gradient_by_kernels
+
     _, plain, inputs = rwkv7()
 
     def kernel(r, log_w, *read, chunk, starts_BS):
         narrow = [each.half() for each in (r, *read)]
-        return Operations.apply(narrow[0], log_w, *narrow[1:], starts_BS), None
+        given = narrow[0], log_w, *narrow[1:], starts_BS
+        return Operations.apply(forward_by_kernels, gradient_by_kernels, *given), None
 
     return kernel, plain, inputs
 
@@ -125,6 +141,7 @@ def convolution() -> tuple[Kernel, Kernel, list[torch.Tensor]]:
 KINDS = {
     "convolution": convolution,
     "mamba2": mamba2,
+    "mamba2 as operations": mamba2_operations,
     "gated_delta": gated_delta,
     "rwkv7": rwkv7,
     "rwkv7 as operations": rwkv7_operations,

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.activations import scaled
 from megatron.kinds.common.attention.context_messages import scan_messages
-from megatron.kinds.common.recurrence.convolution import CONVOLUTIONS, Taps
-from megatron.kinds.common.recurrence.recomputed import recomputed
+from megatron.kinds.common.recurrence.convolution import CONVOLUTIONS, Taps, in_graph
+from megatron.kinds.common.recurrence.operations import compiles
+from megatron.kinds.common.recurrence.recomputed import recomputed, recomputed_in_graph
 from megatron.kinds.mamba.options import MAMBA2, Mamba2Options, inner_channels
 from megatron.model.costs.exchanges import Around, LayerMessage
 from megatron.model.counts import Counts
@@ -26,7 +27,8 @@ from megatron.model.kernels.choice import choose_kernels
 from megatron.model.norm import rms_norm
 from megatron.model.stream import Stream
 from megatron.parallel.layers.collectives import enter, sum_over
-from megatron.parallel.layers.linear import ColumnLinear, RowLinear
+from megatron.parallel.layers.linear import ColumnLinear, RowLinear, joined
+from megatron.parallel.layers.over_tokens import over_tokens
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ONES, Init, time_steps
 from megatron.parallel.layout.precision import at_least_fp32
@@ -34,6 +36,7 @@ from megatron.parallel.layout.shard import Role, Shard
 
 from ...model.costs.traffic import Enter, Event, Shared, Summed, TensorAxis, column_events, row_events, whole_events
 from ..common.recurrence.sequence_scan import carried_by_decay, document_begins, last_document, taps_after, taps_before
+from . import simple_gla
 from .ssd import SCANS, ends, gated_output, gated_rows
 
 
@@ -69,6 +72,7 @@ class Mamba2(nn.Module):
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
         self.mesh, self.context, self.options, self.epsilon = mesh, make.context, options, model.norm.epsilon
         self.kernels = choose_kernels(model.kernels, MAMBA2, make.device)[0]
+        self.compiles = self.kernels == "fla" and make.dtype != torch.float32 and compiles()
         self.prepared, self.scanned = gated_rows, gated_output
         inner = inner_channels(options, H)
         heads, read = inner // options.head_dim, options.groups * options.state_size
@@ -101,8 +105,11 @@ class Mamba2(nn.Module):
 
     def forward(self, x: Tensor, stream: Stream, state: Mamba2State | None = None) -> Tensor:
         options = self.options
-        z, value, bc, dt = self._project(enter(scaled(x, options.input_multiplier), self.mesh))
         starts, past = document_begins(stream, state, self.context), state or Mamba2State()
+        x = enter(scaled(x, options.input_multiplier), self.mesh)
+        if self.compiles and torch.compiler.is_compiling():
+            return scaled(self.output(self._in_graph(x, starts)), options.output_multiplier)
+        z, value, bc, dt = self._project(x)
         able = self.kernels if state is None and self.context.size == 1 else "torch"
         convolve: Callable = CONVOLUTIONS[able]
         scan: Callable = SCANS[able]
@@ -133,6 +140,44 @@ class Mamba2(nn.Module):
             state.document = last_document(self.context, stream)
         y_BsH = self.output(recomputed(self._gated, y.flatten(2, 3), z, self.norm))
         return scaled(y_BsH, options.output_multiplier)
+
+    def prepare(self, stream: Stream) -> None:
+        """Put starts of documents into the stream's memo, so that a compiled block does not trace them."""
+        document_begins(stream, None, self.context)
+
+    def _in_graph(self, x_BSH: Tensor, starts: Tensor | None) -> Tensor:
+        """The input of the last product in a compiled block, which has whole sequences and all heads. Its loops
+        convolve, and the scan is an operation. Plain products of the input are one."""
+        by, products = self.options.multipliers, (self.zx, self.bc, self.dt)
+        if by.x == by.B == by.C and all(each.is_plain() for each in products):
+            inner, read, heads = (len(each.weight) for each in products)
+            parts = joined(products, x_BSH).split([inner // 2, inner // 2 + read, heads], -1)
+            z, both, dt = (scaled(each, own) for each, own in zip(parts, (by.z, by.x, by.dt)))
+        else:
+            z, value, bc, dt = self._project(x_BSH)
+            both = torch.cat([value, bc], -1)
+        taps = *self.x_conv.taps(), *self.bc_conv.taps()
+        *steps, D = over_tokens([self.dt_bias, self.A_log, self.D], dt)
+        *rows, x = recomputed_in_graph(self._rows, both, *taps, dt, *steps, starts)
+        y = gated_output(simple_gla.operation(*rows)[0], x, D).flatten(2, 3)
+        weight = None if self.norm is None else over_tokens([self.norm], y)[0].to(self.norm.dtype)
+        return self._gated(y, z, weight)
+
+    def _rows(self, both: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        """`gated_rows` of what is not convolved yet, and x.
+
+        Args:
+            inputs: weights and biases of the convolutions, dt, dt_bias, A_log and starts.
+        """
+        of_x, x_bias, of_bc, bc_bias, dt, dt_bias, A_log, starts = inputs
+        K, groups, read = self.options.convolution, self.options.groups, self.bc.weight.shape[0] // 2
+        biases = [] if x_bias is None else [torch.cat([x_bias, bc_bias])]
+        taps = over_tokens([torch.cat([of_x, of_bc])[:, 0].T, *biases], both)
+        convolved = in_graph(both, taps[:K], taps[K] if biases else None, starts)
+        x, B, C = convolved.split([both.shape[-1] - 2 * read, read, read], -1)
+        x, B, C = (each.unflatten(-1, (n, -1)) for each, n in ((x, self.heads), (B, groups), (C, groups)))
+        rows = gated_rows(x, dt, dt_bias, A_log, B, C, starts, (self.options.least_step, self.options.most_step))
+        return *(each.contiguous() for each in rows), x
 
     def _project(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gate z, inner channels x, [B C], and time steps."""

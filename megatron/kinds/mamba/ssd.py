@@ -31,6 +31,8 @@ from megatron.kinds.common.recurrence.decays import chunk_product, decays
 from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.parallel.layout.precision import at_least_fp32
 
+from . import simple_gla
+
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 Limits = tuple[float, float | None]  # of time steps
 NOTHING_LEFT = -106.0  # logarithm of a decay that is 0 in fp32, whose least number is 2**-149 = exp(-103.3)
@@ -315,7 +317,7 @@ def gated_rows(
     step = F.softplus(at_least_fp32(dt) + dt_bias)
     step = step if limits == (0.0, None) else step.clamp(*limits)
     share = x.shape[2] // B.shape[2]
-    query, key = (each.repeat_interleave(share, 2) for each in (C, B))
+    query, key = torch.stack([C, B]).repeat_interleave(share, 3)  # one kernel
     decay = step * -A_log.exp()
     if starts is not None:
         places = torch.arange(x.shape[1], device=x.device)
@@ -330,13 +332,10 @@ def gated_output(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
 def _gated_attention(
     parts: tuple[Callable, Callable], limits: Limits, starts: Tensor | None, *inputs: Tensor
 ) -> Tensor:
-    from fla.ops.simple_gla import chunk_simple_gla
-
     x, dt, dt_bias, A_log, D, B, C = inputs
     rows_of, output_of = parts
     rows = rows_of(x, dt, dt_bias, A_log, B, C, starts, limits)
-    y, _ = chunk_simple_gla(*(each.contiguous() for each in rows), scale=1.0)
-    return output_of(y, x, D)
+    return output_of(simple_gla.by_kernels(*(each.contiguous() for each in rows)), x, D)
 
 
 SCANS: Mapping[str, Callable[..., tuple[Tensor, Tensor | None]]] = {

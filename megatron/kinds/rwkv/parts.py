@@ -24,7 +24,6 @@ from megatron.parallel.layers.linear import ColumnLinear
 from megatron.parallel.layers.over_tokens import over_tokens
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ZEROS, Init, formula
-from megatron.parallel.layout.precision import plain
 from megatron.parallel.layout.shard import Growth, Role
 
 
@@ -107,8 +106,8 @@ class LowRank(nn.Module):
     def is_plain(self) -> bool:
         """Whether it is nothing but its matrices and an activation of `_Activated`: without adapters, other hooks or
         products of 8 bits."""
-        hooks = any(each._forward_hooks or each._forward_pre_hooks for each in (self, self.down, self.up))
-        return self.up.linear is plain and not hooks and self.activation in (None, torch.tanh, torch.sigmoid)
+        hooks = any(each._forward_hooks or each._forward_pre_hooks for each in (self, self.down))
+        return self.up.is_plain() and not hooks and self.activation in (None, torch.tanh, torch.sigmoid)
 
 
 class Whole(nn.Module):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.attention.context_messages import scan_messages
+from megatron.kinds.common.recurrence.operations import compiles
 from megatron.kinds.common.recurrence.recomputed import recomputed, recomputed_in_graph
 from megatron.kinds.common.recurrence.sequence_scan import carried_by_matrix, document_begins, token_before
 from megatron.kinds.rwkv.options import RWKV7 as KIND
@@ -35,7 +36,7 @@ from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.shard import Role, Shard
 
 from .wkv7 import left_of_state, wkv7
-from .wkv7_kernels import NARROWEST_HEAD, WIDEST_HEAD, compiles, wkv7_of_fla
+from .wkv7_kernels import NARROWEST_HEAD, WIDEST_HEAD, wkv7_of_fla
 
 FASTEST = -math.exp(-0.5)  # of the logarithms of the decays
 FIRST = "v_first"

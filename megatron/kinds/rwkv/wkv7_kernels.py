@@ -1,17 +1,14 @@
-"""The recurrence of RWKV-7 by the kernels of flash-linear-attention, which is loaded at the first call.
-
-Inside of a compiled block they are two operations, forward and backward. On CPUs torch computes these, for tests.
-"""
+"""The recurrence of RWKV-7 by the kernels of flash-linear-attention, which is loaded at the first call. Inside of a
+compiled block they are two `operations`."""
 
 from collections.abc import Callable
-from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.config.arithmetic.machine import installed
+from megatron.kinds.common.recurrence.operations import operations
 from megatron.kinds.common.recurrence.pieces import document_bounds
 from megatron.parallel.layout.precision import at_least_fp32
 
@@ -19,7 +16,6 @@ from .wkv7 import wkv7
 
 NARROWEST_HEAD, WIDEST_HEAD = 16, 256  # channels that the kernels take
 CHUNK = 16  # tokens
-TESTED = "0.6.0"  # the version whose backward pass `gradient` calls
 
 
 def wkv7_of_fla(
@@ -38,14 +34,6 @@ def wkv7_of_fla(
     run: Callable[..., Tensor] = operation if torch.compiler.is_compiling() else forward_by_kernels
     y = run(*given, starts_BS)
     return y.view_as(inputs[3]).to(inputs[3].dtype), None
-
-
-def compiles() -> bool:
-    """Whether the installed version is the one whose backward pass can be an operation."""
-    try:
-        return installed("fla") and metadata.version("fla-core") == TESTED  # has `fla.ops`
-    except metadata.PackageNotFoundError:  # an older version, or a folder of its files
-        return False
 
 
 def _bounds(starts_BS: Tensor | None) -> Tensor | None:
@@ -99,43 +87,10 @@ def gradient_by_kernels(
     return tuple(each.view_as(own) for each, own in zip(found, given))  # type: ignore[return-value]
 
 
-operation = torch.library.custom_op("deepy::wkv7", forward_by_kernels, mutates_args=(), device_types="cuda")
-gradient = torch.library.custom_op("deepy::wkv7_gradient", gradient_by_kernels, mutates_args=(), device_types="cuda")
-
-
-@operation.register_kernel("cpu")
 def by_torch(*inputs: Any) -> Tensor:
     *given, starts_BS = inputs
     y, _ = wkv7(*map(at_least_fp32, given), chunk=CHUNK, starts_BS=starts_BS)
-    return y.to(given[3].dtype).contiguous()
+    return y.to(given[3].dtype)
 
 
-@gradient.register_kernel("cpu")
-def _gradient_by_torch(of_y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    *given, starts_BS = inputs
-    leaves = [at_least_fp32(each).detach().requires_grad_() for each in given]
-    with torch.enable_grad():
-        y, _ = wkv7(*leaves, chunk=CHUNK, starts_BS=starts_BS)
-    found = torch.autograd.grad(y, leaves, of_y.to(y.dtype))
-    return tuple(each.to(own.dtype).contiguous() for each, own in zip(found, given))
-
-
-@operation.register_fake
-def _(*inputs: Any) -> Tensor:
-    return torch.empty_like(inputs[3])
-
-
-@gradient.register_fake
-def _(of_y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    return tuple(map(torch.empty_like, inputs[:6]))
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx: Any, of_y: Tensor) -> tuple[Tensor | None, ...]:
-    return *gradient(of_y.contiguous(), *ctx.saved_tensors), None
-
-
-operation.register_autograd(_gradients, setup_context=_keep)
+operation, gradient = operations("wkv7", forward_by_kernels, gradient_by_kernels, by_torch, like=(3,))

@@ -217,12 +217,12 @@ def _options(config: Config, device: torch.device | str) -> dict[str, Any] | Non
     return options or None
 
 
-MIX_ORDER, READS = "triton.mix_order_reduction", "realize_acc_reads_threshold"
+MIX_ORDER, READS, LENGTH = "triton.mix_order_reduction", "realize_acc_reads_threshold", "realize_opcount_threshold"
 
 
 def _sum_in_groups(block: Block, options: dict[str, Any] | None, device: torch.device | str) -> dict[str, Any] | None:
     """Sum gradients of norms as their layers sum gradients of vectors (`over_tokens`). On GPUs inductor then stores no
-    tensor that only such a sum reads, whatever it is made of.
+    tensor that only such a sum reads, whatever it is made of, and no part of a long sum (a convolution).
 
     Returns:
         options: of inductor.
@@ -232,7 +232,7 @@ def _sum_in_groups(block: Block, options: dict[str, Any] | None, device: torch.d
             norm.grouped = True
     if torch.device(device).type == "cpu":
         return options
-    own = {MIX_ORDER: False, READS: 64}
+    own = {MIX_ORDER: False, READS: 64, LENGTH: 100}
     return {**(options or {}), **{name: own[name] for name in own if name in torch._inductor.list_options()}}
 
 

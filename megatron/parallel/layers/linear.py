@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layout.initial import ZEROS, Init
 from ..layout.mesh import ALONE, Axis, Mesh
+from ..layout.precision import plain
 from ..layout.shard import Growth, Role, Shard
 from .async_tensor import gathered_through, scattered_product
 from .collectives import enter, gather_channels, gather_rows, leave, split_channels, sum_gradient, sum_parts
@@ -77,6 +79,11 @@ class ColumnLinear(nn.Module):
         bias = None if self.bias is None else sum_gradient(self.bias, self.axis)
         return sum_gradient(self.weight, self.axis), bias
 
+    def is_plain(self) -> bool:
+        """Whether it is nothing but its matrix and bias: without adapters, other hooks or products of 8 bits."""
+        hooks = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+        return self.linear is plain and not hooks
+
     def matrix(self) -> Tensor:
         """This tensor parallel rank's part of the matrix, for layers that multiply with it themselves. With columns,
         all of its inputs."""
@@ -89,6 +96,13 @@ def over_columns(product: Linear, x: Tensor, weight: Tensor, bias: Tensor | None
         return product(x, weight, bias)
     y = sum_parts(product(x, weight, None), columns)
     return y if bias is None else y + bias
+
+
+def joined(columns: Sequence[ColumnLinear], x: Tensor) -> Tensor:
+    """The products of plain ones with the same input, as one."""
+    matrices, biases = zip(*(each.used() for each in columns))
+    bias = None if any(each is None for each in biases) else torch.cat(biases)
+    return plain(x, torch.cat(matrices), bias)
 
 
 def entered(x: Tensor, columns: Sequence[ColumnLinear], mesh: Mesh) -> tuple[Tensor, list[Tensor]]:

@@ -3,21 +3,22 @@ computes the operations here."""
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from megatron.config import resolve
+from megatron.kinds.common.recurrence import operations
 from megatron.kinds.rwkv import rwkv7, wkv7_kernels
 from megatron.kinds.rwkv.parts import LowRank
-from megatron.model.stack import build_model
 from megatron.parallel.layers import over_tokens
+from tests.kinds import whole_blocks
 from tests.paths import ROOT
 
-V, S = 61, 24
 CHANGES: dict[str, Callable[[LowRank], Any]] = {
     "result": lambda rank: rank.up.register_forward_hook(lambda _layer, _given, y: 2 * y),
     "input": lambda rank: rank.down.register_forward_pre_hook(lambda _layer, given: (2 * given[0],)),
@@ -25,72 +26,26 @@ CHANGES: dict[str, Callable[[LowRank], Any]] = {
 }
 
 
-def result(
-    mode: str, recompute: str, documents: bool, dtype: torch.dtype = torch.float64, change: str = "", trained: str = ""
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients.
-
-    Args:
-        change: of a matrix of low rank: a hook, such as that of an adapter, or another activation.
-        trained: parameters with this in their name. With "none" autograd does not run.
-    """
-    config = resolve({
-        "model": {
-            "layers": "(rwkv7/rwkv7_ffn) x3",
-            "hidden_size": 32,
-            "vocab_size": V,
-            "norm": {"type": "layernorm", "bias": True},
-            "rwkv7": {"head_dim": 16, "decay_rank": 5, "rate_rank": 3, "value_rank": 2, "gate_rank": 4},
-        },
-        "training": {
-            "steps": 1,
-            "sequence_length": S,
-            "compile": mode,
-            "activation_checkpointing": {"mode": recompute},
-        },
-        "data": {"reset_attention_at_eod": documents},
-        "tokenizer": {"eod_id": 0},
-    })
-    model, draws = build_model(config, dtype=dtype), torch.Generator().manual_seed(1)
-    for parameter in model.parameters():  # matrices of low rank start at 0
-        drawn = 0.1 * torch.randn(parameter.shape, generator=draws, dtype=torch.float64)
-        parameter.data = (parameter.data + drawn).bfloat16().to(parameter.dtype)
-    for layer in model.modules():
-        if isinstance(layer, rwkv7.RWKV7) and change:
-            CHANGES[change](layer.rate)
-    tokens = torch.randint(V, (2, S + 1), generator=draws)
-    numbers = (torch.arange(S) >= torch.tensor([[7], [16]])).long()
-    channels = {"documents": numbers, "positions": torch.zeros_like(numbers)} if documents else {}
-    for parameter in model.parameters():
-        parameter.requires_grad_(trained in parameter.logical.name)
-    with torch.set_grad_enabled(trained != "none"):
-        loss, _ = model(tokens[:, :-1], tokens[:, 1:], torch.full((2, S), 1 / (2 * S)), **channels)
-    if loss.requires_grad:
-        loss.backward()
-    gradients = {each.logical.name: each.grad for each in model.parameters()}
-    return loss.detach(), {name: each for name, each in gradients.items() if each is not None}
+MODEL = {
+    "layers": "(rwkv7/rwkv7_ffn) x3",
+    "rwkv7": {"head_dim": 16, "decay_rank": 5, "rate_rank": 3, "value_rank": 2, "gate_rank": 4},
+}
+result = partial(whole_blocks.result, MODEL)
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The graphs of compiled blocks. Torch computes the kernels, also in plain blocks."""
-    found: list[str] = []
-
-    def seen(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
-        found.append(graph.code)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    compiled = torch.compile
-    monkeypatch.setattr("torch.compile", lambda forward, dynamic, options: compiled(forward, backend=seen))
+    """Torch computes the kernels, also in plain blocks."""
     monkeypatch.setattr(rwkv7, "choose_kernels", lambda *_: ("fla", "pretended"))
     monkeypatch.setattr(rwkv7, "compiles", lambda: True)
     monkeypatch.setattr(wkv7_kernels, "forward_by_kernels", wkv7_kernels.by_torch)
-    monkeypatch.setattr(over_tokens, "GROUP", 8)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()  # of other tests
-    yield found
-    torch._dynamo.reset()
-    assert not torch._dynamo.utils.counters["graph_break"]
+    yield from whole_blocks.traced(monkeypatch)
+
+
+def changed(change: str, model: nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, rwkv7.RWKV7) and change:
+            CHANGES[change](layer.rate)
 
 
 @pytest.mark.parametrize(
@@ -103,28 +58,22 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     ],
 )
 def test_whole_blocks_are_plain_ones(graphs: list[str], recompute: str, documents: bool, change: str) -> None:
-    loss, wanted = result("off", recompute, documents, change=change)
-    found_loss, found = result("layer", recompute, documents, change=change)
+    wanted, found = (result(each, recompute, documents, change=partial(changed, change)) for each in ("off", "layer"))
     assert len(graphs) == 2, "one for the first block, and one for all others"
     for code, ranks in zip(graphs, (3, 4)):
         assert "deepy.wkv7" in code and "autograd_function_apply" in code
         assert len(re.findall(r"linear\(", code)) == 4 + 2 + bool(change) * 2 * ranks  # four of H, two of ffn
-    torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
-    for name, gradient in wanted.items():
-        assert (found[name] - gradient).norm() <= 1e-10 * gradient.norm(), name
+    whole_blocks.assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("trained", ["none", "key.weight"])
 def test_whole_blocks_are_whole_where_norms_do_not_train(graphs: list[str], trained: str) -> None:
     """In evaluations, and with adapters."""
-    loss, wanted = result("off", "none", True, trained=trained)
-    found_loss, found = result("layer", "none", True, trained=trained)
+    wanted, found = (result(mode, "none", True, trained=trained) for mode in ("off", "layer"))
     assert len(graphs) <= 3, "the embedding's result needs no gradient, so the first two blocks may be compiled apart"
     assert all("deepy.wkv7" in code for code in graphs)
-    torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
-    assert found.keys() == wanted.keys() and bool(wanted) == (trained != "none")
-    for name, gradient in wanted.items():
-        assert (found[name] - gradient).norm() <= 1e-10 * gradient.norm(), name
+    assert bool(wanted[1]) == (trained != "none")
+    whole_blocks.assert_same(found, wanted)
 
 
 def test_blocks_in_fp32_are_compiled_in_parts(graphs: list[str]) -> None:
@@ -143,13 +92,10 @@ def test_whole_blocks_in_bf16_are_as_near_as_plain_ones(
 ) -> None:
     """To float64. 2 * 24 tokens are no multiple of 7."""
     monkeypatch.setattr(over_tokens, "GROUP", group)
-    _, exact = result("off", "none", False)
-    _, near = result("off", "none", False, torch.bfloat16)
-    _, found = result("layer", "none", False, torch.bfloat16)
+    (_, exact), (_, near) = (result("off", dtype=dtype) for dtype in (torch.float64, torch.bfloat16))
+    _, found = result("layer", dtype=torch.bfloat16)
     assert len(graphs) == 2
-    for name, gradient in exact.items():
-        bound = 1.25 * (near[name] - gradient).norm() + 2**-9 * gradient.norm()  # sums of another order, one rounding
-        assert (found[name] - gradient).norm() <= bound, name
+    whole_blocks.assert_as_near(found, near, exact)
 
 
 def test_operations_are_what_torch_expects_of_them() -> None:
@@ -164,8 +110,8 @@ def test_operations_are_what_torch_expects_of_them() -> None:
 
 def test_packages_of_no_known_version_do_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-linear-attention had no fla-core at first, and a folder of its files has no version."""
-    monkeypatch.setattr(wkv7_kernels, "installed", lambda package: True)
-    for version, compiles in ((wkv7_kernels.TESTED, True), ("0.6.1", False), (None, False)):
+    monkeypatch.setattr(operations, "installed", lambda package: True)
+    for version, compiles in ((operations.TESTED, True), ("0.6.1", False), (None, False)):
 
         def found(package: str, version: str | None = version) -> str:
             if version is None:
@@ -173,9 +119,9 @@ def test_packages_of_no_known_version_do_not_compile(monkeypatch: pytest.MonkeyP
             return version
 
         monkeypatch.setattr(metadata, "version", found)
-        assert wkv7_kernels.compiles() == compiles
+        assert operations.compiles() == compiles
 
 
 def test_the_backward_pass_is_that_of_the_pinned_version() -> None:
     pinned = re.search(r"^flash-linear-attention==(\S+)", Path(ROOT / "requirements/gpu.txt").read_text(), re.M)
-    assert pinned and pinned[1] == wkv7_kernels.TESTED
+    assert pinned and pinned[1] == operations.TESTED

@@ -5,7 +5,7 @@ Shapes: B samples, S positions, C channels, K taps (the last tap is the token it
 Kernels of packages are loaded at the first call. They have the arguments and results of the torch function, for whole
 sequences without a past. torch computes numbers of taps that the kernels of causal_conv1d lack."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,22 @@ def causal_convolution(
     if starts_BS is None and x_BSC.device.type == "cpu":
         return _OnCPU.apply(x_BSC, weight_C1K, bias_C, past_BKC)
     return recomputed(_convolve, x_BSC, weight_C1K, bias_C, past_BKC, starts_BS)
+
+
+def in_graph(x_BSC: Tensor, taps: Sequence[Tensor], bias: Tensor | None, starts_BS: Tensor | None) -> Tensor:
+    """`causal_convolution` of whole sequences, in loops of a compiler.
+
+    Args:
+        taps: the weights of each [C], or for all tokens (`over_tokens`), as `bias`.
+    """
+    length = x_BSC.shape[1]
+    places = torch.arange(length, device=x_BSC.device)
+    total: Tensor | float = 0.0 if bias is None else at_least_fp32(bias)
+    for back, weight in zip(reversed(range(len(taps))), taps):
+        by = min(back, length)
+        own = at_least_fp32(F.pad(x_BSC, (0, 0, by, -by))) * at_least_fp32(weight)
+        total = total + (own if starts_BS is None else own * (places - back >= starts_BS).unsqueeze(-1))
+    return F.silu(torch.as_tensor(total)).to(x_BSC.dtype)
 
 
 def last_taps(x_BSC: Tensor, past_BKC: Tensor | None, taps: int, starts_BS: Tensor | None = None) -> Tensor:
