@@ -85,19 +85,26 @@ def rwkv7() -> tuple[Kernel, Kernel, list[torch.Tensor]]:
     return partial(wkv7_of_fla, dtype=torch.float16), wkv7, [r, log_w, k, v, -erased, erased * rate]
 
 
+def turned(each: Any) -> Any:
+    """With strides that a compiler may give it, which the kernels do not read."""
+    if each is None or not each.is_floating_point():
+        return each
+    return each.transpose(1, -1).contiguous().transpose(1, -1)
+
+
 class Operations(torch.autograd.Function):
     """The kernels as the two operations of a compiled block."""
 
     @staticmethod
     def forward(ctx, forward, gradient, *inputs):
-        ctx.gradient, ctx.count, made = gradient, len(inputs), forward(*inputs)
+        ctx.gradient, ctx.count, made = gradient, len(inputs), forward(*map(turned, inputs))
         y, kept = (made, inputs) if isinstance(made, torch.Tensor) else (made[0], (*inputs[:-1], made[1]))
         ctx.save_for_backward(*kept)
         return y
 
     @staticmethod
     def backward(ctx, of_y):
-        found = ctx.gradient(of_y.contiguous(), *ctx.saved_tensors)
+        found = ctx.gradient(*map(turned, (of_y, *ctx.saved_tensors)))
         return None, None, *found, *(None for _ in range(ctx.count - len(found)))
 
 
