@@ -17,6 +17,7 @@ from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ZEROS
 from megatron.parallel.layout.mesh import Mesh
 from tests.kinds import whole_blocks
+from tests.selection import toured
 
 LAYERS = 2
 
@@ -61,7 +62,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", toured(CASES))
 def test_whole_blocks_are_plain_ones(graphs: list[str], name: str) -> None:
     options, how = CASES[name]
     wanted, found = (result(mode, options, **how) for mode in ("off", "layer"))
@@ -78,7 +79,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", [*CHANGES, "multipliers"])
+@pytest.mark.parametrize("name", toured([*CHANGES, "multipliers"]))
 def test_products_that_differ_are_computed_one_by_one(graphs: list[str], name: str) -> None:
     def change(model: nn.Module) -> None:
         for layer in model.modules():
@@ -99,7 +100,7 @@ def test_layers_with_hooks_are_not_plain() -> None:
         assert not layer.is_plain(), register
 
 
-@pytest.mark.parametrize("trained", ["none", "bc.weight", "_conv", "A_log"])
+@pytest.mark.parametrize("trained", toured(["none", "bc.weight", "_conv", "A_log"]))
 def test_whole_blocks_are_whole_where_others_do_not_train(graphs: list[str], trained: str) -> None:
     """In evaluations, and with adapters."""
     wanted, found = (result(mode, {}, documents=True, trained=trained) for mode in ("off", "layer"))
@@ -109,7 +110,7 @@ def test_whole_blocks_are_whole_where_others_do_not_train(graphs: list[str], tra
     whole_blocks.assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("group", [8, 7])
+@pytest.mark.parametrize("group", toured([7, 8]))
 def test_whole_blocks_in_bf16_are_as_near_as_plain_ones(
     graphs: list[str], monkeypatch: pytest.MonkeyPatch, group: int
 ) -> None:
@@ -132,7 +133,7 @@ def by_kind(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.cat(each) for name, each in found.items()}
 
 
-@pytest.mark.parametrize("reason", ["fp32", "another version", "torch"])
+@pytest.mark.parametrize("reason", toured(["fp32", "another version", "torch"]))
 def test_other_blocks_stay_in_parts(graphs: list[str], reason: str) -> None:
     """The kernels would round fp32, and the backward pass of another version may differ."""
     dtype = torch.float32 if reason == "fp32" else torch.float64

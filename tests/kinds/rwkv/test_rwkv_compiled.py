@@ -18,6 +18,7 @@ from megatron.kinds.rwkv.parts import LowRank
 from megatron.parallel.layers import over_tokens
 from tests.kinds import whole_blocks
 from tests.paths import ROOT
+from tests.selection import toured
 
 CHANGES: dict[str, Callable[[LowRank], Any]] = {
     "result": lambda rank: rank.up.register_forward_hook(lambda _layer, _given, y: 2 * y),
@@ -50,12 +51,12 @@ def changed(change: str, model: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("recompute", "documents", "change"),
-    [
+    toured([
         ("none", False, ""),
         ("full", True, ""),
         *(("none", False, change) for change in CHANGES),
         pytest.param("none", True, "", marks=pytest.mark.slow),
-    ],
+    ]),
 )
 def test_whole_blocks_are_plain_ones(graphs: list[str], recompute: str, documents: bool, change: str) -> None:
     wanted, found = (result(each, recompute, documents, change=partial(changed, change)) for each in ("off", "layer"))
@@ -66,7 +67,7 @@ def test_whole_blocks_are_plain_ones(graphs: list[str], recompute: str, document
     whole_blocks.assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("trained", ["none", "key.weight"])
+@pytest.mark.parametrize("trained", toured(["none", "key.weight"]))
 def test_whole_blocks_are_whole_where_norms_do_not_train(graphs: list[str], trained: str) -> None:
     """In evaluations, and with adapters."""
     wanted, found = (result(mode, "none", True, trained=trained) for mode in ("off", "layer"))
@@ -76,6 +77,7 @@ def test_whole_blocks_are_whole_where_norms_do_not_train(graphs: list[str], trai
     whole_blocks.assert_same(found, wanted)
 
 
+@pytest.mark.tour
 def test_blocks_in_fp32_are_compiled_in_parts(graphs: list[str]) -> None:
     """Their recurrence is torch's, whose loops over chunks would cut a block, and keep what it computes again."""
     loss, wanted = result("off", "none", True, torch.float32)
@@ -86,7 +88,8 @@ def test_blocks_in_fp32_are_compiled_in_parts(graphs: list[str]) -> None:
         assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
 
-@pytest.mark.parametrize("group", [8, 7])
+@pytest.mark.tour
+@pytest.mark.parametrize("group", [7, 8])
 def test_whole_blocks_in_bf16_are_as_near_as_plain_ones(
     graphs: list[str], monkeypatch: pytest.MonkeyPatch, group: int
 ) -> None:
