@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config import resolve
 from megatron.model.stack import build_model
 from megatron.parallel.layers import over_tokens
+from megatron.parallel.layout.precision import at_least_fp32
 
 V, S = 61, 24
 
@@ -61,6 +62,29 @@ def result(
     return loss.detach(), {each.logical.name: each.grad for each in built.parameters() if each.grad is not None}
 
 
+def on_cpus(operation: Any, gradient: Any, plain: Callable[..., Tensor], results: Callable[..., Any]) -> None:
+    """Have torch compute two `operations` on CPUs.
+
+    Args:
+        plain: the result, with a gradient of its own, since torch records nothing below an operation.
+        results: all results of the first operation. A second one is the last input of `plain`.
+    """
+
+    def given(inputs: tuple[Any, ...]) -> list[Tensor]:
+        return [each for each in inputs if each is not None and each.is_floating_point()]
+
+    @gradient.register_kernel("cpu")
+    def _(of_y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        numbers = given(inputs)
+        leaves = [at_least_fp32(each).detach().requires_grad_() for each in numbers]
+        with torch.enable_grad():
+            y = plain(*leaves, *inputs[len(numbers) :])
+        found = torch.autograd.grad(y, leaves, of_y.to(y.dtype))
+        return tuple(each.to(own.dtype).contiguous() for each, own in zip(found, numbers))
+
+    operation.register_kernel("cpu")(results)
+
+
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The code of graphs of compiled blocks, which must have no breaks, for a fixture. Groups have 8 tokens."""
     found: list[str] = []
@@ -87,8 +111,14 @@ def assert_same(found: tuple[torch.Tensor, dict], wanted: tuple[torch.Tensor, di
         assert (found[1][name] - gradient).norm() <= 1e-10 * gradient.norm(), name
 
 
-def assert_as_near(found: dict, near: dict, exact: dict) -> None:
-    """Gradients in bf16 as near as others to those in float64."""
+def assert_as_near(found: dict, near: dict, exact: dict, rounding: float = 2**-9) -> None:
+    """Gradients in bf16 as near as others to those in float64.
+
+    Args:
+        rounding: the largest relative error of one, for types other than bf16.
+    """
     for name, gradient in exact.items():
-        bound = 1.25 * (near[name] - gradient).norm() + 2**-9 * gradient.norm()  # sums of another order, one rounding
+        bound = (
+            1.25 * (near[name] - gradient).norm() + rounding * gradient.norm()
+        )  # sums of another order, one rounding
         assert (found[name] - gradient).norm() <= bound, name

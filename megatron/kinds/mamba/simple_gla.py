@@ -3,13 +3,9 @@ call. Inside of a compiled block they are two `operations`.
 
 Queries and keys are [B, S, h, N], values [B, S, h, P], logarithms of decays [B, S, h] in fp32."""
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from megatron.kinds.common.recurrence.operations import operations
-from megatron.parallel.layout.precision import at_least_fp32
 
 CHUNK = 64  # tokens
 
@@ -47,34 +43,4 @@ def gradient_by_kernels(
     return of_query, of_key, of_value, chunk_local_cumsum(of_sums, chunk_size=CHUNK, reverse=True)
 
 
-class _Dense(torch.autograd.Function):
-    """All tokens at once. Below an operation torch records nothing, so the gradient is written out."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor) -> Tensor:
-        total = decay.double().cumsum(1).transpose(1, 2)
-        steps = total.unsqueeze(-1) - total.unsqueeze(-2)  # [B, h, S, S]
-        later = torch.ones(steps.shape[-2:], dtype=torch.bool, device=steps.device).triu(1)
-        decays = steps.masked_fill(later, float("-inf")).exp().to(value.dtype)
-        scores = decays * torch.einsum("bthn,bshn->bhts", query, key)
-        ctx.save_for_backward(query, key, value, decays, scores)
-        return torch.einsum("bhts,bshp->bthp", scores, value)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, of_y: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, decays, scores = ctx.saved_tensors
-        of_scores = torch.einsum("bthp,bshp->bhts", of_y, value)
-        of_products, of_steps = of_scores * decays, of_scores * scores
-        of_total = (of_steps.sum(-1) - of_steps.sum(-2)).transpose(1, 2)
-        of_query = torch.einsum("bhts,bshn->bthn", of_products, key)
-        of_key = torch.einsum("bhts,bthn->bshn", of_products, query)
-        of_value = torch.einsum("bhts,bthp->bshp", scores, of_y)
-        return of_query, of_key, of_value, of_total.flip(1).cumsum(1).flip(1)
-
-
-def by_torch(*inputs: Tensor) -> Tensor:
-    return _Dense.apply(*map(at_least_fp32, inputs)).to(inputs[2].dtype)
-
-
-operation, gradient = operations("simple_gla", forward_by_kernels, gradient_by_kernels, by_torch, like=(2, 3))
+operation, gradient = operations("simple_gla", forward_by_kernels, gradient_by_kernels, like=(2, 3))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron.kinds.common.recurrence.operations import operations
 from megatron.kinds.common.recurrence.pieces import document_bounds
-from megatron.parallel.layout.precision import at_least_fp32
 
 from .wkv7 import wkv7
 
@@ -87,10 +86,4 @@ def gradient_by_kernels(
     return tuple(each.view_as(own) for each, own in zip(found, given))  # type: ignore[return-value]
 
 
-def by_torch(*inputs: Any) -> Tensor:
-    *given, starts_BS = inputs
-    y, _ = wkv7(*map(at_least_fp32, given), chunk=CHUNK, starts_BS=starts_BS)
-    return y.to(given[3].dtype)
-
-
-operation, gradient = operations("wkv7", forward_by_kernels, gradient_by_kernels, by_torch, like=(3,))
+operation, gradient = operations("wkv7", forward_by_kernels, gradient_by_kernels, like=(3,))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.kinds.common.recurrence.convolution import causal_convolution
 from megatron.kinds.mamba import mamba2, simple_gla
@@ -16,10 +16,49 @@ from megatron.parallel.layers.linear import ColumnLinear
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ZEROS
 from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.layout.precision import at_least_fp32
 from tests.kinds import whole_blocks
 from tests.selection import toured
 
 LAYERS = 2
+
+
+class Dense(torch.autograd.Function):
+    """Linear attention of all tokens at once."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor) -> Tensor:
+        total = decay.double().cumsum(1).transpose(1, 2)
+        steps = total.unsqueeze(-1) - total.unsqueeze(-2)  # [B, h, S, S]
+        later = torch.ones(steps.shape[-2:], dtype=torch.bool).triu(1)
+        decays = steps.masked_fill(later, float("-inf")).exp().to(value.dtype)
+        scores = decays * torch.einsum("bthn,bshn->bhts", query, key)
+        ctx.save_for_backward(query, key, value, decays, scores)
+        return torch.einsum("bhts,bshp->bthp", scores, value)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_y: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, decays, scores = ctx.saved_tensors
+        of_scores = torch.einsum("bthp,bshp->bhts", of_y, value)
+        of_products, of_steps = of_scores * decays, of_scores * scores
+        of_total = (of_steps.sum(-1) - of_steps.sum(-2)).transpose(1, 2)
+        of_query = torch.einsum("bhts,bshn->bthn", of_products, key)
+        of_key = torch.einsum("bhts,bthn->bshn", of_products, query)
+        of_value = torch.einsum("bhts,bthp->bshp", scores, of_y)
+        return of_query, of_key, of_value, of_total.flip(1).cumsum(1).flip(1)
+
+
+def by_torch(*inputs: Tensor) -> Tensor:
+    return Dense.apply(*map(at_least_fp32, inputs)).to(inputs[2].dtype)
+
+
+whole_blocks.on_cpus(
+    simple_gla.operation,
+    simple_gla.gradient,
+    by_torch,
+    lambda *given: (by_torch(*given).contiguous(), given[-1].clone()),
+)
 
 
 def result(
@@ -43,7 +82,7 @@ def result(
             patch.setattr(mamba2, "choose_kernels", lambda *_: (package, "pretended"))
             patch.setattr(mamba2, "compiles", lambda: version)
             patch.setattr(mamba2, "CONVOLUTIONS", {package: causal_convolution})
-            patch.setattr(simple_gla, "by_kernels", simple_gla.by_torch)
+            patch.setattr(simple_gla, "by_kernels", by_torch)
         return whole_blocks.result({"layers": f"mamba2 x{LAYERS}", "mamba2": own}, mode, **how)
 
 

@@ -1,4 +1,4 @@
-"""Kernels of flash-linear-attention as operations of compiled blocks. On CPUs torch computes these, for tests."""
+"""Kernels of flash-linear-attention as operations of compiled blocks."""
 
 from collections.abc import Callable
 from importlib import metadata
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megatron.config.arithmetic.machine import installed
-from megatron.parallel.layout.precision import at_least_fp32
 
 TESTED = "0.6.0"  # the version whose backward passes `operations` are given
 
@@ -30,11 +29,7 @@ def _like(given: Tensor) -> Tensor:
 
 
 def operations(
-    name: str,
-    forward: Callable[..., Any],
-    gradient: Callable[..., tuple[Tensor, ...]],
-    plain: Callable[..., Tensor],
-    like: tuple[int, ...],
+    name: str, forward: Callable[..., Any], gradient: Callable[..., tuple[Tensor, ...]], like: tuple[int, ...]
 ) -> tuple[Any, Any]:
     """Kernels as two operations. One gives a result of the inputs. The other gives gradients of floating-point inputs,
     which come before others, from the result's gradient and the inputs. Results are contiguous.
@@ -42,21 +37,8 @@ def operations(
     Args:
         forward, gradient: by kernels. A second result of `forward`, which has no gradient, is in the place of the last
             input in `gradient`.
-        plain: the result by torch, with a gradient of its own (`torch.autograd.Function`).
-        like: the inputs whose shapes and types the results have. torch's second result is that input.
+        like: the inputs whose shapes and types the results have.
     """
-
-    def by_torch(*inputs: Any) -> Any:
-        y = plain(*inputs).contiguous()
-        return (y, *(inputs[each].clone() for each in like[1:])) if like[1:] else y
-
-    def gradient_by_torch(of_y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        given = _given(inputs)
-        leaves = [at_least_fp32(each).detach().requires_grad_() for each in given]
-        with torch.enable_grad():
-            y = plain(*leaves, *inputs[len(given) :])
-        found = torch.autograd.grad(y, leaves, of_y.to(y.dtype))
-        return tuple(each.to(own.dtype).contiguous() for each, own in zip(found, given))
 
     def gradients(ctx: Any, of_y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         found = backward(of_y.contiguous(), *ctx.saved_tensors)
@@ -73,8 +55,6 @@ def operations(
         torch.library.custom_op(f"deepy::{own}", function, mutates_args=(), device_types="cuda")
         for own, function in ((name, forward), (f"{name}_gradient", gradient))
     )
-    operation.register_kernel("cpu")(by_torch)
-    backward.register_kernel("cpu")(gradient_by_torch)
     operation.register_fake(results)
     backward.register_fake(lambda _, *inputs: tuple(map(_like, _given(inputs))))
     operation.register_autograd(gradients, setup_context=keep)
